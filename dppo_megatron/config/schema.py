@@ -1,0 +1,314 @@
+"""The configuration, as frozen sections: NeMo-RL's names, and one block ``dppo`` of our own.
+
+Defaults live here and nowhere else. A key that is not here is unknown, and an error.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """``grpo``: sizes, validation, advantages."""
+
+    num_prompts_per_step: int = 32
+    num_generations_per_prompt: int = 16
+    max_num_epochs: int = 1
+    max_num_steps: int = 1_000_000
+    normalize_rewards: bool = True
+    use_leave_one_out_baseline: bool = True
+    overlong_filtering: bool = False
+    advantage_clip_low: float | None = None
+    advantage_clip_high: float | None = None
+    val_period: int = 10
+    val_at_start: bool = False
+    val_at_end: bool = False
+    max_val_samples: int = 256
+    val_num_generations_per_prompt: int = 1
+    seed: int = 42
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """``loss_fn``: the surrogate."""
+
+    reference_policy_kl_penalty: float = 0.01
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    kl_input_clamp_value: float | None = 20.0
+    kl_output_clamp_value: float | None = 10.0
+    ratio_clip_min: float = 0.2
+    ratio_clip_max: float = 0.2
+    ratio_clip_c: float | None = None
+    token_level_loss: bool = True
+    force_on_policy_ratio: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig:
+    """``checkpointing``: where and how often."""
+
+    enabled: bool = True
+    checkpoint_dir: str = "results/grpo"
+    save_period: int = 10
+    keep_top_k: int | None = 3
+    metric_name: str | None = "val:accuracy"
+    higher_is_better: bool = True
+    save_optimizer: bool = True
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """``policy.tokenizer``."""
+
+    name: str = "${policy.model_name}"
+    chat_template: str | None = "default"
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class SequencePackingConfig:
+    """``policy.sequence_packing``: caps of a THD row, padded tokens."""
+
+    enabled: bool = True
+    train_mb_tokens: int = 4096
+    logprob_mb_tokens: int = 4096
+    algorithm: Literal[
+        "window_greedy",
+        "best_fit_decreasing",
+        "first_fit_decreasing",
+        "modified_first_fit_decreasing",
+        "first_fit_shuffle",
+        "concatenative",
+    ] = "modified_first_fit_decreasing"
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """``policy.megatron_cfg.optimizer``."""
+
+    optimizer: Literal["adam"] = "adam"
+    lr: float = 5.0e-6
+    min_lr: float = 5.0e-7
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    use_distributed_optimizer: bool = True
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """``policy.megatron_cfg.scheduler``, in optimizer steps."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    lr_decay_iters: int | None = 1000
+    lr_warmup_iters: int = 13
+    lr_warmup_init: float = 5.0e-7
+    start_weight_decay: float = "${policy.megatron_cfg.optimizer.weight_decay}"  # type: ignore[assignment]
+    end_weight_decay: float = "${policy.megatron_cfg.optimizer.weight_decay}"  # type: ignore[assignment]
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+
+
+@dataclass(frozen=True)
+class DistributedDataParallelConfig:
+    """``policy.megatron_cfg.distributed_data_parallel_config``."""
+
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """``policy.megatron_cfg``: layout and training."""
+
+    enabled: bool = True
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    pipeline_dtype: str = "${policy.precision}"
+    activation_checkpointing: bool = False
+    recompute_granularity: Literal["full", "selective"] = "full"
+    recompute_modules: tuple[str, ...] | None = None
+    apply_rope_fusion: bool = True
+    bias_activation_fusion: bool = True
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    distributed_data_parallel_config: DistributedDataParallelConfig = field(
+        default_factory=DistributedDataParallelConfig
+    )
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """``policy.generation``: sampling. Truncated sampling (top_p, top_k) would bias training: refused."""
+
+    backend: Literal["vllm", "megatron"] = "vllm"
+    max_new_tokens: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """``policy``: model, batch sizes, layout, generation."""
+
+    model_name: str
+    train_global_batch_size: int = 512
+    train_micro_batch_size: int = 4
+    logprob_batch_size: int = "${policy.train_micro_batch_size}"  # type: ignore[assignment]
+    max_total_sequence_length: int = 512
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    logprob_chunk_size: int | None = None
+    refit_buffer_size_gb: float = 1.0
+    max_grad_norm: float = 1.0
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
+    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """One data set of ``data``: a JSONL file and how its rows become prompts."""
+
+    data_path: str
+    input_key: str = "input"
+    output_key: str = "output"
+    prompt_file: str | None = None
+    system_prompt_file: str | None = None
+    env_name: str = "math"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """``data``; ``default`` fills what ``train`` and ``validation`` leave open."""
+
+    train: DatasetConfig
+    validation: DatasetConfig | None = None
+    shuffle: bool = True
+    max_input_seq_length: int | None = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class MathEnvConfig:
+    """``env.math``: killable worker processes of each rank."""
+
+    num_workers: int = 2
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """``env``."""
+
+    math: MathEnvConfig = field(default_factory=MathEnvConfig)
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """``logger``: the run's directory and its sinks."""
+
+    log_dir: str = "logs"
+    tensorboard_enabled: bool = False
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """``cluster``: processes."""
+
+    gpus_per_node: int = 1
+    num_nodes: int = 1
+
+
+@dataclass(frozen=True)
+class PromptPruningConfig:
+    """``dppo.prompt_pruning``: before generation, on the history."""
+
+    enabled: bool = True
+    policy: Literal["threshold", "neyman", "uniform"] = "threshold"
+    rate: float = 0.3
+    ema_decay: float = 0.9
+    min_keep_probability: float = 0.2
+    refill: bool = False
+
+
+@dataclass(frozen=True)
+class CompletionPruningConfig:
+    """``dppo.completion_pruning``: after rewards, before the update."""
+
+    enabled: bool = True
+    policy: Literal["neyman", "threshold", "uniform", "top"] = "neyman"
+    rate: float = 0.5
+    scope: Literal["batch", "group"] = "batch"
+    min_keep_probability: float = 0.05
+
+
+@dataclass(frozen=True)
+class PackingConfig:
+    """``dppo.packing``: null packs the whole batch at once, an integer is the paper's window."""
+
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """``dppo.audit``: every ``period`` steps the full-batch gradient too; 0 is never."""
+
+    period: int = 0
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """``dppo.rollout``: engine, record and replay."""
+
+    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    record_dir: str | None = None
+    replay_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """``dppo.reward``: null takes the data set's ``env_name``; else exact_match, math or module:function."""
+
+    function: str | None = None
+    time_limit_seconds: float = 5.0
+    max_answer_chars: int = 4096
+
+
+@dataclass(frozen=True)
+class DppoConfig:
+    """``dppo``: all that is ours. Absent from a file: ``enabled`` is false, plain GRPO."""
+
+    enabled: bool = True
+    denominator: Literal["candidates", "constant", "estimated_tokens", "kept"] = "candidates"
+    sampler: Literal["systematic", "bernoulli"] = "systematic"
+    drop_zero_advantage: bool = True
+    prompt_pruning: PromptPruningConfig = field(default_factory=PromptPruningConfig)
+    completion_pruning: CompletionPruningConfig = field(default_factory=CompletionPruningConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    fp8_emulate: bool = False
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration, resolved."""
+
+    policy: PolicyConfig
+    data: DataConfig
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    loss_fn: LossConfig = field(default_factory=LossConfig)
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    dppo: DppoConfig = field(default_factory=lambda: DppoConfig(enabled=False))
