@@ -266,8 +266,8 @@ class PackedRow:
     """One micro-batch in THD format: sequences end to end, as this context-parallel rank sees them.
 
     All tensors [T] hold this rank's tokens (T = padded row / CP); position t predicts ``labels[t]``.
-    token_ids, labels, positions: int64. coefficients: float32, the weight of the token's loss term: zero where
-    the label is not a sampled token, else w_i (token mean) or w_i / completion length (sequence mean).
+    token_ids, labels, positions: int64. coefficients: float32, the weight of the token's loss term: zero
+    where the label is not a sampled token, else w_i (token mean) or w_i / completion length (sequence mean).
     advantages, sampled_logprobs: float32, those of the label's token, zero elsewhere.
     cu_seqlens: int32 [S + 1], bounds of the padded sequences in the whole row. max_seqlen: padded tokens.
     old_logprobs, reference_logprobs: float32 [T] or None where not needed.
@@ -286,7 +286,9 @@ class PackedRow:
 
     def __post_init__(self) -> None:
         shapes = {tuple(field.shape) for field in (self.token_ids, self.labels, self.positions)}
-        shapes |= {tuple(field.shape) for field in (self.coefficients, self.advantages, self.sampled_logprobs)}
+        shapes |= {
+            tuple(field.shape) for field in (self.coefficients, self.advantages, self.sampled_logprobs)
+        }
         assert len(shapes) == 1, f"fields of different shapes: {shapes}"
 
 

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
+def follows(key: str) -> Any:
+    """A default that is another key's value, resolved when the configuration is loaded."""
+    return "${" + key + "}"
+
+
 @dataclass(frozen=True)
 class GrpoConfig:
     """``grpo``: sizes, validation, advantages."""
@@ -60,7 +65,7 @@ class CheckpointingConfig:
 class TokenizerConfig:
     """``policy.tokenizer``."""
 
-    name: str = "${policy.model_name}"
+    name: str = follows("policy.model_name")
     chat_template: str | None = "default"
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -105,8 +110,8 @@ class SchedulerConfig:
     lr_decay_iters: int | None = 1000
     lr_warmup_iters: int = 13
     lr_warmup_init: float = 5.0e-7
-    start_weight_decay: float = "${policy.megatron_cfg.optimizer.weight_decay}"  # type: ignore[assignment]
-    end_weight_decay: float = "${policy.megatron_cfg.optimizer.weight_decay}"  # type: ignore[assignment]
+    start_weight_decay: float = follows("policy.megatron_cfg.optimizer.weight_decay")
+    end_weight_decay: float = follows("policy.megatron_cfg.optimizer.weight_decay")
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
 
 
@@ -130,7 +135,7 @@ class MegatronConfig:
     sequence_parallel: bool = False
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
-    pipeline_dtype: str = "${policy.precision}"
+    pipeline_dtype: str = follows("policy.precision")
     activation_checkpointing: bool = False
     recompute_granularity: Literal["full", "selective"] = "full"
     recompute_modules: tuple[str, ...] | None = None
@@ -148,7 +153,7 @@ class GenerationConfig:
     """``policy.generation``: sampling. Truncated sampling (top_p, top_k) would bias training: refused."""
 
     backend: Literal["vllm", "megatron"] = "vllm"
-    max_new_tokens: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+    max_new_tokens: int = follows("policy.max_total_sequence_length")
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -162,7 +167,7 @@ class PolicyConfig:
     model_name: str
     train_global_batch_size: int = 512
     train_micro_batch_size: int = 4
-    logprob_batch_size: int = "${policy.train_micro_batch_size}"  # type: ignore[assignment]
+    logprob_batch_size: int = follows("policy.train_micro_batch_size")
     max_total_sequence_length: int = 512
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     logprob_chunk_size: int | None = None
@@ -193,7 +198,7 @@ class DataConfig:
     train: DatasetConfig
     validation: DatasetConfig | None = None
     shuffle: bool = True
-    max_input_seq_length: int | None = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+    max_input_seq_length: int | None = follows("policy.max_total_sequence_length")
 
 
 @dataclass(frozen=True)
