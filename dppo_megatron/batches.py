@@ -12,7 +12,7 @@ Sequence n of a scored batch is completion n % G of prompt n // G.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -286,10 +286,28 @@ class PackedRow:
 
     def __post_init__(self) -> None:
         shapes = {tuple(field.shape) for field in (self.token_ids, self.labels, self.positions)}
-        shapes |= {
-            tuple(field.shape) for field in (self.coefficients, self.advantages, self.sampled_logprobs)
-        }
+        shapes |= {tuple(field.shape) for field in (self.coefficients, self.advantages, self.sampled_logprobs)}
         assert len(shapes) == 1, f"fields of different shapes: {shapes}"
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """What the loss of one row adds up to; nothing is divided yet.
+
+    loss: scalar, differentiable. metrics: float32, detached sums over the trained tokens, their count first.
+    """
+
+    loss: "Tensor"
+    metrics: "Tensor"
+
+
+class TokenLoss(Protocol):
+    """A loss over rows. metric_names: of ``LossSums.metrics`` after the count of tokens, in order."""
+
+    @property
+    def metric_names(self) -> tuple[str, ...]: ...
+
+    def __call__(self, logprobs: "Tensor", row: PackedRow) -> LossSums: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +315,11 @@ class TrainStats:
     """What one optimizer step did, the same on every rank.
 
     loss: the objective that was minimised, after the division by the denominator. grad_norm: before clipping.
-    learning_rate: of this step. metrics: further sums of the loss, already divided, by their logged names.
+    learning_rate: of this step. num_tokens: sampled tokens trained on. metrics: the loss's own, means over those.
     """
 
     loss: float
     grad_norm: float
     learning_rate: float
-    metrics: dict[str, float]
+    num_tokens: int
+    metrics: tuple[tuple[str, float], ...]

@@ -121,7 +121,6 @@ class DistributedDataParallelConfig:
 
     grad_reduce_in_fp32: bool = False
     overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,49 @@
+"""The policy's checkpoint in megatron-core's layout-free torch_dist format: model and optimizer."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from dppo_megatron import device
+from dppo_megatron.parallel import collectives
+from dppo_megatron.parallel.policy import Policy
+
+
+def save_policy(policy: Policy, directory: Path, *, with_optimizer: bool) -> None:
+    """Write the shards of every rank into an existing, empty directory; called by every rank."""
+    with device.megatron_calls():
+        state = _sharded_state(policy, with_optimizer=with_optimizer, is_loading=False)
+        dist_checkpointing.save(state, str(directory))
+    collectives.barrier(policy.mesh.world)
+
+
+def load_policy(policy: Policy, directory: Path) -> None:
+    """Restore model and optimizer from any layout; called by every rank.
+
+    Raises ValueError when the checkpoint has no optimizer state.
+    """
+    with device.megatron_calls():
+        device.load_before_state_init(policy.optimizer)
+        state = _sharded_state(policy, with_optimizer=True, is_loading=True)
+        loaded: Any = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
+        policy.model.module.load_state_dict(loaded["model"])
+        policy.optimizer.load_state_dict(loaded["optimizer"])
+        device.separate_adam_steps(policy.optimizer)
+
+
+def _sharded_state(policy: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        # The format that any data-parallel size can load.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": policy.mesh.dp_cp.group,
+    }
+    network: Any = policy.model.module
+    model = network.sharded_state_dict(metadata=metadata)
+    state: dict[str, Any] = {"model": model}
+    if with_optimizer:
+        state["optimizer"] = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return state

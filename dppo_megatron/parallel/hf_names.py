@@ -1,0 +1,192 @@
+"""Hugging Face names and layouts of a model's weights, and megatron-core's: one pure table, no tensors.
+
+A model family is what its Hugging Face ``config.json`` says; what would change the mathematics and is not in the
+table is an error that names the field.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Fusion(Enum):
+    """How Hugging Face tensors make up one megatron-core tensor."""
+
+    PLAIN = "one tensor, as it is"
+    QKV = "for each kv head: its query heads, its key head, its value head"
+    GATE_UP = "gate then up, within each tensor-parallel shard"
+    VOCABULARY = "rows padded to a multiple of TP with zeros"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The numbers of a dense decoder-only transformer, from its Hugging Face config.
+
+    rope_theta: base of the rotary frequencies. qk_norm: RMS norms on queries and keys of each head.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    tied: bool
+    rope_theta: float
+    norm_epsilon: float
+    max_positions: int
+    qk_norm: bool
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Vocabulary rows, rounded up to a multiple of TP."""
+        return -(-self.vocab_size // tp) * tp
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One megatron-core parameter.
+
+    name: in the whole model, layers counted from 0. hf_names: the tensors it is made of, in order of fusion.
+    shape: full, before tensor-parallel sharding. tp_dim: the dimension that tensor parallelism shards, or None.
+    layer: None for the embedding (first stage), the final norm and the output layer (last stage).
+    """
+
+    name: str
+    hf_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    tp_dim: int | None
+    fusion: Fusion = Fusion.PLAIN
+    layer: int | None = None
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """Shape of one rank's shard."""
+        return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
+
+
+_INERT_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "attention_dropout": (0.0, None),
+    "rope_scaling": (None,),
+}
+"""Fields of the Hugging Face config and the values that megatron-core's model here computes."""
+
+
+def read_architecture(config: Mapping[str, Any]) -> Architecture:
+    """Read a Hugging Face ``config.json``.
+
+    Raises ValueError that names the field, its value and what is supported.
+    """
+    family = config.get("model_type")
+    if family != "qwen3":
+        raise ValueError(f"policy.model_name: model_type {family!r} is not supported; supported: 'qwen3'")
+    for name, allowed in _INERT_FIELDS.items():
+        if name in config and config[name] not in allowed:
+            raise ValueError(
+                f"policy.model_name: config.json has {name} = {config[name]!r}; supported: {allowed[0]!r}"
+            )
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"policy.model_name: config.json has rope_type = {rope['rope_type']!r}; supported: 'default'"
+        )
+    try:
+        heads = config["num_attention_heads"]
+        return Architecture(
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            ffn_hidden_size=config["intermediate_size"],
+            vocab_size=config["vocab_size"],
+            tied=config.get("tie_word_embeddings", False),
+            rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+            norm_epsilon=config["rms_norm_eps"],
+            max_positions=config["max_position_embeddings"],
+            qk_norm=True,
+        )
+    except KeyError as error:
+        raise ValueError(f"policy.model_name: config.json has no field {error.args[0]!r}") from error
+
+
+def model_parameters(architecture: Architecture, *, tp: int) -> tuple[Parameter, ...]:
+    """Every parameter of the whole model, from the embedding to the output layer: the order of a weight stream.
+
+    A tied model has no output layer of its own.
+    """
+    vocabulary = (architecture.padded_vocab_size(tp), architecture.hidden_size)
+    parameters = [
+        Parameter(
+            "embedding.word_embeddings.weight",
+            ("model.embed_tokens.weight",),
+            vocabulary,
+            0,
+            Fusion.VOCABULARY,
+        )
+    ]
+    for layer in range(architecture.num_layers):
+        parameters += _layer_parameters(architecture, layer)
+    parameters.append(
+        Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), (architecture.hidden_size,), None)
+    )
+    if not architecture.tied:
+        parameters.append(Parameter("output_layer.weight", ("lm_head.weight",), vocabulary, 0, Fusion.VOCABULARY))
+    return tuple(parameters)
+
+
+def _layer_parameters(architecture: Architecture, layer: int) -> list[Parameter]:
+    megatron, hugging_face = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    hidden, ffn, head_dim = architecture.hidden_size, architecture.ffn_hidden_size, architecture.head_dim
+    query_size = architecture.num_heads * head_dim
+    qkv_size = query_size + 2 * architecture.num_kv_heads * head_dim
+
+    def row(
+        name: str,
+        hf_names: tuple[str, ...],
+        shape: tuple[int, ...],
+        tp_dim: int | None = None,
+        fusion: Fusion = Fusion.PLAIN,
+    ) -> Parameter:
+        full_names = tuple(f"{hugging_face}.{part}.weight" for part in hf_names)
+        return Parameter(f"{megatron}.{name}.weight", full_names, shape, tp_dim, fusion, layer)
+
+    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    rows = [
+        row("input_layernorm", ("input_layernorm",), (hidden,)),
+        row("self_attention.linear_qkv", projections, (qkv_size, hidden), 0, Fusion.QKV),
+        row("self_attention.linear_proj", ("self_attn.o_proj",), (hidden, query_size), 1),
+        row("pre_mlp_layernorm", ("post_attention_layernorm",), (hidden,)),
+        row("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), (2 * ffn, hidden), 0, Fusion.GATE_UP),
+        row("mlp.linear_fc2", ("mlp.down_proj",), (hidden, ffn), 1),
+    ]
+    if architecture.qk_norm:
+        rows.append(row("self_attention.q_layernorm", ("self_attn.q_norm",), (head_dim,)))
+        rows.append(row("self_attention.k_layernorm", ("self_attn.k_norm",), (head_dim,)))
+    return rows
+
+
+def layers_of_stages(num_layers: int, *, pp: int, first: int | None, last: int | None) -> tuple[tuple[int, ...], ...]:
+    """The layers of each pipeline stage, in order; ``first`` and ``last`` fix those of the outer stages.
+
+    Source: ``megatron.core.transformer.transformer_block.get_num_layers_to_build``.
+    """
+    fixed = {0: first, pp - 1: last} if pp > 1 else {}
+    counts = [fixed.get(stage) for stage in range(pp)]
+    left = num_layers - sum(count or 0 for count in counts)
+    free = sum(count is None for count in counts)
+    if left < 0 or (free and left % free) or (not free and left):
+        raise ValueError(
+            f"{num_layers} layers cannot be laid on policy.megatron_cfg.pipeline_model_parallel_size = {pp} stages"
+            f" with num_layers_in_first_pipeline_stage = {first}, num_layers_in_last_pipeline_stage = {last}: the"
+            " layers that are left must divide by the stages that are left"
+        )
+    stages, start = [], 0
+    for count in counts:
+        size = left // free if count is None else count
+        stages.append(tuple(range(start, start + size)))
+        start += size
+    return tuple(stages)

@@ -1,0 +1,134 @@
+"""Transformer layers for megatron-core where Transformer Engine is absent: norm and attention in plain torch.
+
+megatron-core's local spec refuses two things that training needs: its norm wrapper refuses sequence parallelism,
+and its dot-product attention refuses packed (THD) sequences. Both are replaced through the public ModuleSpec.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own convention)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from dppo_megatron import device
+from dppo_megatron.parallel.sequence_layout import padded_index, zigzag_positions
+
+
+class RmsNorm(torch.nn.Module):
+    """Root-mean-square norm whose weight takes part in the gradient sum of sequence parallelism.
+
+    Under sequence parallelism every tensor-parallel rank normalises its own tokens, so the weight's gradient is
+    partial on each; ``finalize_model_grads`` sums those marked ``sequence_parallel`` over the axis.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device.current()))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise the last dimension, in float32."""
+        return F.rms_norm(hidden.float(), self.weight.shape, None, self.eps).to(hidden.dtype) * self.weight
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention over THD rows by torch's scaled_dot_product_attention, with GQA and context parallelism.
+
+    Sequences of a row become a batch padded on the right: under causal attention no query sees the padding, so
+    no mask is needed. With context parallelism keys and values are all-gathered and every rank's queries attend
+    by their true positions (Megatron's zigzag order: of 2 * CP chunks of a sequence, rank r holds r and
+    2 * CP - 1 - r).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert config.attention_dropout == 0, "dropout would make log-probs of two passes differ"
+        assert config.kv_channels is not None
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend within each sequence of the row.
+
+        query: [T, heads, d]; key, value: [T, kv heads, d]; returns [T, heads, d].
+        """
+        if packed_seq_params is None:
+            raise ValueError("attention takes packed rows only: packed_seq_params is missing")
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        cp_size = self.cp_group.size()
+        assert cu_seqlens is not None
+        if cu_seqlens.numel() == 2 and cp_size == 1:
+            return self._attend(query[None], key[None], value[None], mask=None)[0]
+        local = padded_index(cu_seqlens // cp_size)
+        mask = None
+        if cp_size == 1:
+            keys, values, whole = key, value, local
+        else:
+            whole = padded_index(cu_seqlens)
+            positions = zigzag_positions(cu_seqlens, cp_size)  # [CP, T]: place in the row of each rank's tokens
+            order = positions.flatten().argsort()
+            keys, values = (self._gather(part)[order] for part in (key, value))
+            starts = cu_seqlens[:-1].long()[:, None]
+            query_positions = positions[self.cp_group.rank()][local] - starts
+            mask = query_positions[:, None, :, None] >= torch.arange(whole.size(1), device=key.device)
+        out = self._attend(query[local], keys[whole], values[whole], mask=mask)
+        # A padded place repeats the sequence's first token (padded_index); each token is read back once.
+        lengths = cu_seqlens.diff() // cp_size
+        real = torch.arange(local.size(1), device=local.device) < lengths[:, None]
+        return out[real]
+
+    def _gather(self, part: Tensor) -> Tensor:
+        return gather_from_sequence_parallel_region(part, group=self.cp_group)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            *(part.transpose(1, 2) for part in (query, key, value)),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=query.size(2) != key.size(2),
+        )
+        return out.transpose(1, 2)
+
+
+def local_block_spec(config: TransformerConfig, *, num_layers: int) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage, without Transformer Engine."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    _replace_norms_and_attention(layer)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RmsNorm)  # type: ignore[arg-type]
+
+
+def _replace_norms_and_attention(layer: ModuleSpec) -> None:
+    parts: Any = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if attention.q_layernorm is not None:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm

@@ -1,0 +1,97 @@
+"""The policy's network: a megatron-core GPTModel of a Hugging Face architecture, one chunk of this rank."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own convention)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from dppo_megatron import device
+from dppo_megatron.config.schema import MegatronConfig
+from dppo_megatron.parallel.hf_names import Architecture, layers_of_stages
+from dppo_megatron.parallel.layer_spec import local_block_spec
+from dppo_megatron.parallel.mesh import Mesh
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""``policy.precision`` -> parameters' type."""
+
+
+def stages_of(architecture: Architecture, megatron: MegatronConfig) -> tuple[tuple[int, ...], ...]:
+    """The layers of each pipeline stage."""
+    return layers_of_stages(
+        architecture.num_layers,
+        pp=megatron.pipeline_model_parallel_size,
+        first=megatron.num_layers_in_first_pipeline_stage,
+        last=megatron.num_layers_in_last_pipeline_stage,
+    )
+
+
+def transformer_config(architecture: Architecture, megatron: MegatronConfig, *, precision: str) -> TransformerConfig:
+    """megatron-core's configuration of the model; fusions only where a GPU can run them."""
+    dtype, gpu = DTYPES[precision], device.has_gpu()
+    recompute: dict[str, Any] = {}
+    if megatron.activation_checkpointing:
+        recompute["recompute_granularity"] = megatron.recompute_granularity
+        if megatron.recompute_granularity == "full":
+            recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        else:
+            recompute["recompute_modules"] = list(megatron.recompute_modules or ["core_attn"])
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_kv_heads,
+        kv_channels=architecture.head_dim,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
+        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        context_parallel_size=megatron.context_parallel_size,
+        sequence_parallel=megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
+        num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
+        use_cpu_initialization=not gpu,
+        # The values are overwritten, but initialising is also what marks parameters as tensor-parallel: without
+        # the marks the gradient norm counts the shards of one rank only.
+        perform_initialization=True,
+        # Rows differ in length, so stages announce shapes; megatron-core then demands "alltoall" of dense models too.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # The loss is a sum; the one division, by our own denominator, is in the policy.
+        calculate_per_token_loss=True,
+        apply_rope_fusion=megatron.apply_rope_fusion and gpu,
+        bias_activation_fusion=megatron.bias_activation_fusion and gpu,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=gpu,
+        **recompute,
+    )
+
+
+def build_model(architecture: Architecture, config: TransformerConfig, *, mesh: Mesh, num_layers: int) -> GPTModel:
+    """This rank's chunk, its parameters not yet given values; ``num_layers`` of them on this stage."""
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=local_block_spec(config, num_layers=num_layers),  # type: ignore[arg-type]
+        vocab_size=architecture.padded_vocab_size(mesh.tp.size),
+        max_sequence_length=architecture.max_positions,
+        pre_process=mesh.pp.is_first,
+        post_process=mesh.pp.is_last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+        rotary_base=int(architecture.rope_theta),
+        pg_collection=mesh.groups,
+    ).to(device.current())

@@ -1,0 +1,219 @@
+"""The policy: a sharded model with its optimizer, behind four verbs: weights out, log-probs, update, save."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from dppo_megatron import device
+from dppo_megatron.batches import PackedRow, TokenLoss, TrainStats
+from dppo_megatron.config.schema import PolicyConfig
+from dppo_megatron.parallel import collectives, hf_weights
+from dppo_megatron.parallel.hf_names import Architecture
+from dppo_megatron.parallel.logprobs import label_logprobs
+from dppo_megatron.parallel.mesh import Mesh
+from dppo_megatron.parallel.model import build_model, stages_of, transformer_config
+from dppo_megatron.parallel.optimizer import build_optimizer, data_parallel_config
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The reference policy: this rank's shard of the first weights, on the host, one tensor a parameter."""
+
+    shards: tuple[Tensor, ...]
+
+
+class Policy:
+    """A Hugging Face model, sharded over the mesh and trained by megatron-core."""
+
+    def __init__(self, config: PolicyConfig, architecture: Architecture, *, source: Path, mesh: Mesh) -> None:
+        """Build this rank's shard and load its weights from the Hugging Face directory ``source``."""
+        self.config, self.architecture, self.mesh = config, architecture, mesh
+        megatron = config.megatron_cfg
+        self.source = source
+        stages = stages_of(architecture, megatron)
+        with device.megatron_calls():
+            self.model_config = transformer_config(architecture, megatron, precision=config.precision)
+            chunk = build_model(architecture, self.model_config, mesh=mesh, num_layers=len(stages[mesh.pp.rank]))
+            located = hf_weights.locate_parameters(chunk, architecture, mesh=mesh, stages=stages)
+            hf_weights.load_weights(located, hf_weights.HfDirectory(source), mesh=mesh)
+            self.model = DistributedDataParallel(
+                config=self.model_config,
+                ddp_config=data_parallel_config(megatron),
+                module=chunk,
+                pg_collection=mesh.groups,
+            )
+            self.optimizer, self.scheduler = build_optimizer([self.model], self.model_config, megatron=megatron)
+        # DistributedDataParallel moves parameters into its own buffers: locate them again.
+        self.parameters = hf_weights.locate_parameters(chunk, architecture, mesh=mesh, stages=stages)
+        self._connect_schedule()
+
+    def _connect_schedule(self) -> None:
+        # The loss is already divided by our denominator: gradients are summed, and not divided by token counts.
+        self.model_config.finalize_model_grads_func = lambda chunks, num_tokens, **rest: finalize_model_grads(
+            chunks, None, **rest
+        )
+        self.model_config.grad_scale_func = self.optimizer.scale_loss
+        if self.model.ddp_config.overlap_grad_reduce:
+            self.model_config.no_sync_func = self.model.no_sync
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the weights under their Hugging Face names; called by every rank, equal on every rank.
+
+        The tensors may be views of the parameters: copy them.
+        """
+        bucket_bytes = int(self.config.refit_buffer_size_gb * 2**30)
+        return hf_weights.stream_weights(self.parameters, mesh=self.mesh, bucket_bytes=bucket_bytes)
+
+    def reference(self) -> Reference:
+        """Keep the present weights as the reference policy, off the device."""
+        return Reference(tuple(device.pin(shard.to("cpu", copy=True)) for shard in self._shards()))
+
+    def _shards(self) -> list[Tensor]:
+        return [parameter.data for parameter in self.model.module.parameters()]
+
+    @contextlib.contextmanager
+    def _with_weights_of(self, reference: Reference) -> Iterator[None]:
+        # Exchanged in place, one tensor at a time: parameters are views of the optimizer's buffers.
+        def exchange() -> None:
+            for shard, other in zip(self._shards(), reference.shards, strict=True):
+                current = shard.clone()
+                shard.copy_(other)
+                other.copy_(current)
+
+        exchange()
+        try:
+            yield
+        finally:
+            exchange()
+
+    def attach_logprobs(
+        self, rows: Sequence[PackedRow], *, old: bool, reference: Reference | None, temperature: float
+    ) -> list[PackedRow]:
+        """Give rows the log-probs of the present policy (``old``) and of the reference, where wanted.
+
+        They are known on the last pipeline stage, where the loss is; elsewhere the rows come back as they were.
+        """
+        rows = list(rows)
+        if old:
+            rows = self._attach(rows, "old_logprobs", temperature)
+        if reference is not None:
+            with self._with_weights_of(reference):
+                rows = self._attach(rows, "reference_logprobs", temperature)
+        return rows
+
+    def _attach(self, rows: list[PackedRow], field: str, temperature: float) -> list[PackedRow]:
+        logprobs = self.logprobs(rows, temperature=temperature)
+        if not self.mesh.pp.is_last:
+            return rows
+        return [replace(row, **{field: values}) for row, values in zip(rows, logprobs, strict=True)]
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[PackedRow], *, temperature: float) -> list[Tensor]:
+        """Log-probs of every row's labels, float32 [T] each, on the last pipeline stage; elsewhere an empty list."""
+
+        def keep(row: PackedRow, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+            values = self._label_logprobs(row, logits, temperature)
+            return values.new_zeros(()), values.new_zeros((), dtype=torch.int), values
+
+        return self._run(rows, keep, forward_only=True)
+
+    def _label_logprobs(self, row: PackedRow, logits: Tensor, temperature: float) -> Tensor:
+        return label_logprobs(
+            logits[0],
+            row.labels,
+            tp=self.mesh.tp,
+            vocab_size=self.architecture.vocab_size,
+            temperature=temperature,
+            chunk_size=self.config.logprob_chunk_size,
+        )
+
+    def update(
+        self, rows: Sequence[PackedRow], *, loss: TokenLoss, denominator: float, temperature: float
+    ) -> TrainStats:
+        """One optimizer step on the rows of this data-parallel rank.
+
+        Minimises (sum of all ranks' row losses) / denominator. Equal statistics on every rank.
+        """
+
+        def divided_loss(row: PackedRow, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+            sums = loss(self._label_logprobs(row, logits, temperature), row)
+            objective = sums.loss / denominator
+            num_tokens = torch.ones((), dtype=torch.int, device=objective.device)
+            return objective, num_tokens, torch.cat([objective.detach()[None], sums.metrics])
+
+        with device.megatron_calls():
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        sums = self._run(rows, divided_loss, forward_only=False)
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        with device.megatron_calls():
+            outcome: Any = self.optimizer.step()
+            updated, grad_norm, _ = outcome
+            self.scheduler.step(increment=1)
+        assert updated, "a skipped step: loss scaling is not used"
+        objective, num_tokens, *metrics = self._total(sums, width=2 + len(loss.metric_names)).tolist()
+        return TrainStats(
+            loss=objective,
+            grad_norm=float(grad_norm or 0.0),
+            learning_rate=float(learning_rate),
+            num_tokens=int(num_tokens),
+            metrics=tuple(zip(loss.metric_names, (value / max(num_tokens, 1) for value in metrics), strict=True)),
+        )
+
+    def _total(self, sums: list[Tensor], *, width: int) -> Tensor:
+        # The last stage holds the sums of its rows; one reduction over data and context, one broadcast along PP.
+        total = torch.stack(sums).sum(0) if sums else torch.zeros(width, device=device.current())
+        collectives.sum_over(total, self.mesh.dp_cp)
+        return collectives.broadcast(total, self.mesh.pp, source=self.mesh.pp.size - 1).cpu()
+
+    def _run(
+        self,
+        rows: Sequence[PackedRow],
+        loss: Callable[[PackedRow, Tensor], tuple[Tensor, Tensor, Any]],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run megatron-core's schedule over the rows; returns what ``loss`` keeps of each, on the last stage."""
+
+        def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            row = next(iterator)
+            logits = model(row.token_ids[None], row.positions[None], None, packed_seq_params=_packed_params(row))
+            return logits, partial(loss, row)
+
+        schedule = get_forward_backward_func()
+        with device.megatron_calls():
+            return schedule(
+                forward_step_func=forward_step,
+                data_iterator=iter(rows),
+                model=[self.model],
+                num_microbatches=len(rows),
+                seq_length=1,  # unused: lengths vary
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+
+def _packed_params(row: PackedRow) -> PackedSeqParams:
+    # max_seqlen must be the longest sequence: megatron-core reads rotary positions as continuous over the row
+    # when it equals the row's length.
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=row.cu_seqlens,
+        cu_seqlens_kv=row.cu_seqlens,
+        cu_seqlens_q_padded=row.cu_seqlens,
+        cu_seqlens_kv_padded=row.cu_seqlens,
+        max_seqlen_q=row.max_seqlen,
+        max_seqlen_kv=row.max_seqlen,
+    )

@@ -1,0 +1,117 @@
+"""How the tokens of packed sequences lie in a THD row, and which of them a context-parallel rank holds.
+
+Every sequence is padded to a multiple of 2 * CP; with context parallelism rank r of CP holds chunks r and
+2 * CP - 1 - r of each sequence's 2 * CP equal chunks (Megatron's and Transformer Engine's zigzag order), which
+levels causal attention.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dppo_megatron import device
+from dppo_megatron.batches import FloatArray, IntArray, PackedRow, Ragged
+
+
+def zigzag_positions(cu_seqlens: Tensor, cp_size: int) -> Tensor:
+    """Where in the whole row each context-parallel rank's tokens stand.
+
+    cu_seqlens: [S + 1], multiples of 2 * CP. Returns int64 [CP, T / CP], each row in the rank's own order.
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    share = lengths // cp_size
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=starts.device), share)
+    within = torch.arange(len(sequence), device=starts.device) - (starts // cp_size)[sequence]
+    chunk = (share // 2)[sequence]
+    rank = torch.arange(cp_size, device=starts.device)[:, None]
+    early = within < chunk
+    return starts[sequence] + torch.where(
+        early, rank * chunk + within, (2 * cp_size - 1 - rank) * chunk + within - chunk
+    )
+
+
+def padded_index(cu_seqlens: Tensor) -> Tensor:
+    """Index [S, longest] that lays the sequences of a row out as a batch padded on the right.
+
+    Padded places point at the sequence's first token: a real row, so that no garbage enters the arithmetic.
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    steps = torch.arange(int(lengths.max()), device=starts.device)
+    return starts[:, None] + torch.where(steps < lengths[:, None], steps, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSequences:
+    """The sequences of one row before layout, S of them (none for a row of padding alone).
+
+    prompts, completions: token ids. sampled_logprobs: float32, one a completion token.
+    advantages, coefficients: float64 [S], the values of every completion token's loss term.
+    """
+
+    prompts: Ragged
+    completions: Ragged
+    sampled_logprobs: NDArray[np.float32]
+    advantages: FloatArray
+    coefficients: FloatArray
+
+
+def lay_out_row(
+    sequences: RowSequences, *, sequence_multiple: int, row_multiple: int, cp_size: int, cp_rank: int
+) -> PackedRow:
+    """Pack sequences end to end and take this context-parallel rank's tokens.
+
+    Position t of a sequence carries the label, advantage and coefficient of token t + 1; they are laid out on
+    the whole row before it is cut, so that no label crosses a rank. The last sequence takes the row's padding.
+    """
+    prompt_lengths, completion_lengths = sequences.prompts.lengths, sequences.completions.lengths
+    lengths = prompt_lengths + completion_lengths
+    padded = np.maximum(-(-lengths // sequence_multiple), 1) * sequence_multiple
+    if not len(padded):
+        padded = np.array([sequence_multiple], np.int64)
+    padded[-1] += -padded.sum() % row_multiple
+    cu_seqlens = np.concatenate([[0], np.cumsum(padded)])
+    row_length = int(cu_seqlens[-1])
+    starts = cu_seqlens[:-1][: len(lengths)]
+
+    token_ids = np.zeros(row_length, np.int64)
+    token_ids[_places(starts, prompt_lengths)] = sequences.prompts.values
+    token_ids[_places(starts + prompt_lengths, completion_lengths)] = sequences.completions.values
+    labels = np.zeros(row_length, np.int64)
+    labelled = _places(starts, np.maximum(lengths - 1, 0))
+    labels[labelled] = token_ids[labelled + 1]
+
+    actions = _places(starts + prompt_lengths - 1, completion_lengths)
+    per_token = np.zeros((3, row_length), np.float32)
+    per_token[0, actions] = np.repeat(sequences.coefficients, completion_lengths)
+    per_token[1, actions] = np.repeat(sequences.advantages, completion_lengths)
+    per_token[2, actions] = sequences.sampled_logprobs
+    positions = np.arange(row_length) - np.repeat(cu_seqlens[:-1], padded)
+
+    bounds = torch.from_numpy(cu_seqlens.astype(np.int32))
+    integers = torch.from_numpy(np.stack([token_ids, labels, positions]))
+    floats = torch.from_numpy(per_token)
+    if cp_size > 1:
+        mine = zigzag_positions(bounds, cp_size)[cp_rank]
+        integers, floats = integers[:, mine], floats[:, mine]
+    target = device.current()
+    integers, floats = (device.pin(part).to(target, non_blocking=True) for part in (integers, floats))
+    return PackedRow(
+        token_ids=integers[0],
+        labels=integers[1],
+        positions=integers[2],
+        coefficients=floats[0],
+        advantages=floats[1],
+        sampled_logprobs=floats[2],
+        cu_seqlens=bounds.to(target, non_blocking=True),
+        max_seqlen=int(padded.max()),
+    )
+
+
+def _places(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Indices of the runs [start, start + length), concatenated."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
