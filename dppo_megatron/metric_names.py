@@ -1,0 +1,67 @@
+"""Names of the logged metrics; NeMo-RL's name where the quantity is the same, ``dppo/`` where it is ours."""
+
+from types import MappingProxyType
+from typing import Final
+
+# A step of training.
+REWARD: Final = "train/reward"  # mean reward of the step's completions, before any is dropped
+LOSS: Final = "train/loss"  # the objective, after the division by its denominator
+GRAD_NORM: Final = "train/grad_norm"  # before clipping
+LEARNING_RATE: Final = "train/lr"  # of the step's last update
+TRAIN_TOKENS: Final = "train/global_valid_toks"  # completion tokens trained on
+
+# The loss: means over the trained tokens.
+PROBS_RATIO: Final = "train/probs_ratio"  # policy / old policy
+CLIPPED_FRACTION: Final = "dppo/clipped_fraction"  # tokens whose ratio lies outside the clip range
+KL_PENALTY: Final = "train/kl_penalty"  # divergence from the reference policy, before its coefficient
+SURPRISAL: Final = "dppo/surprisal"  # -log-prob of the sampled tokens, nats
+
+# Trainer against sampler: both must say the same of the sampled tokens.
+SAMPLER_MISMATCH: Final = "dppo/sampler_mismatch"  # mean of exp(|log-prob difference|) - 1; 0 is equal
+GEN_KL_ERROR: Final = "train/gen_kl_error"  # KL(sampler || trainer), k3 estimate, nats a token
+
+LOSS_METRICS: Final = MappingProxyType(  # by the loss's own names
+    {
+        "ratio": PROBS_RATIO,
+        "clipped": CLIPPED_FRACTION,
+        "kl_penalty": KL_PENALTY,
+        "surprisal": SURPRISAL,
+        "sampler_mismatch": SAMPLER_MISMATCH,
+        "sampler_mismatch_kl": GEN_KL_ERROR,
+    }
+)
+
+# Rollouts.
+MEAN_PROMPT_LENGTH: Final = "train/mean_prompt_length"  # tokens
+MEAN_GENERATED_TOKENS: Final = "train/mean_gen_tokens_per_sample"  # tokens a completion
+TRUNCATION_RATE: Final = "train/truncation_rate"  # fraction of completions cut at the limit
+ROLLOUT_TOKENS: Final = "dppo/rollout_tokens"  # completion tokens sampled for training
+
+# Pruning.
+KEPT_FRACTION: Final = "dppo/kept_fraction"  # completions trained on / completions sampled
+KEPT_PROMPTS_FRACTION: Final = "dppo/kept_prompts_fraction"  # prompts sampled for / candidate prompts
+TRAIN_TOKENS_WITHOUT_PRUNING: Final = "dppo/train_tokens_without_pruning"  # had nothing been dropped; an estimate
+WEIGHT_MEAN: Final = "dppo/weight_mean"  # of the kept completions
+WEIGHT_MAX: Final = "dppo/weight_max"  # of the kept completions
+EFFECTIVE_SAMPLE_SIZE: Final = "dppo/effective_sample_size"  # (sum w)^2 / sum w^2, completions
+PROMPT_VARIANCE: Final = "dppo/prompt_variance_factor"  # the paper's factor, of dropping prompts
+COMPLETION_VARIANCE: Final = "dppo/completion_variance_factor"  # the paper's factor, of dropping completions
+
+# Validation.
+ACCURACY: Final = "validation/accuracy"  # mean validation reward after the step
+ACCURACY_BEFORE: Final = "validation/accuracy_before"  # the same before the run's first step
+
+# Wall seconds.
+STEP_SECONDS: Final = "timing/train/total_step_time"  # the whole step
+STAGE_SECONDS: Final = (  # by stage, in the order of stage_clock.STAGES
+    "timing/train/weight_sync",
+    "timing/train/generation",
+    "timing/train/reward_calculation",
+    "timing/train/pruning",
+    "timing/train/packing",
+    "timing/train/policy_and_reference_logprobs",
+    "timing/train/policy_training",
+    "timing/validation/total_validation_time",
+    "timing/train/checkpointing",
+    "timing/train/other",
+)
