@@ -35,6 +35,7 @@ LOSS_METRICS: Final = MappingProxyType(  # by the loss's own names
 MEAN_PROMPT_LENGTH: Final = "train/mean_prompt_length"  # tokens
 MEAN_GENERATED_TOKENS: Final = "train/mean_gen_tokens_per_sample"  # tokens a completion
 TRUNCATION_RATE: Final = "train/truncation_rate"  # fraction of completions cut at the limit
+REWARD_FAILURES: Final = "dppo/reward_failures"  # answers of rank 0 that got no verdict
 ROLLOUT_TOKENS: Final = "dppo/rollout_tokens"  # completion tokens sampled for training
 
 # Pruning.
@@ -46,6 +47,11 @@ WEIGHT_MAX: Final = "dppo/weight_max"  # of the kept completions
 EFFECTIVE_SAMPLE_SIZE: Final = "dppo/effective_sample_size"  # (sum w)^2 / sum w^2, completions
 PROMPT_VARIANCE: Final = "dppo/prompt_variance_factor"  # the paper's factor, of dropping prompts
 COMPLETION_VARIANCE: Final = "dppo/completion_variance_factor"  # the paper's factor, of dropping completions
+
+# Packing.
+ROWS: Final = "dppo/rows"  # THD rows of each data-parallel rank
+TOKEN_DENSITY: Final = "dppo/token_density"  # tokens / tokens with padding
+TOKEN_IMBALANCE: Final = "dppo/token_imbalance"  # most over mean of the data-parallel ranks' tokens
 
 # Validation.
 ACCURACY: Final = "validation/accuracy"  # mean validation reward after the step

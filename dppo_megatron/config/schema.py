@@ -269,9 +269,10 @@ class AuditConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """``dppo.rollout``: engine, record and replay."""
+    """``dppo.rollout``: engine, record, replay; ``max_cache_tokens`` bounds the embedded engine's batches."""
 
     engine: Literal["auto", "embedded", "vllm"] = "auto"
+    max_cache_tokens: int = 262_144
     record_dir: str | None = None
     replay_dir: str | None = None
 
@@ -300,7 +301,7 @@ class DppoConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     fp8_emulate: bool = False
-    debug: bool = False
+    save_hf: bool = True
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ around one of these.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from dppo_megatron import device
 from dppo_megatron.parallel.mesh import Axis
+
+T = TypeVar("T")
 
 
 def gather_rows(rows: NDArray[np.float64], axis: Axis, *, counts: Sequence[int]) -> list[NDArray[np.float64]]:
@@ -91,6 +94,18 @@ def require_equal(digest: int, axis: Axis, *, what: str) -> None:
     largest, minus_smallest = max_over(bounds, axis).tolist()
     if largest != -minus_smallest:
         raise RuntimeError(f"{what} differ between ranks of the axis {axis.name}: the run would diverge")
+
+
+def gather_objects(value: T, axis: Axis) -> list[T]:
+    """Gather a picklable value of every rank; afterwards equal on all ranks of the axis.
+
+    Slow: for what is written to files, not for the step.
+    """
+    if axis.size == 1:
+        return [value]
+    gathered: list[T | None] = [None] * axis.size
+    dist.all_gather_object(gathered, value, group=axis.group)
+    return gathered  # type: ignore[return-value]
 
 
 def barrier(axis: Axis) -> None:

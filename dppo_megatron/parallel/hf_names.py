@@ -1,13 +1,9 @@
-"""Hugging Face names and layouts of a model's weights, and megatron-core's: one pure table, no tensors.
+"""Hugging Face names and layouts of a model's weights, and megatron-core's: one pure table, no tensors."""
 
-A model family is what its Hugging Face ``config.json`` says; what would change the mathematics and is not in the
-table is an error that names the field.
-"""
-
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+
+from dppo_megatron.architecture import Architecture
 
 
 class Fusion(Enum):
@@ -17,31 +13,6 @@ class Fusion(Enum):
     QKV = "for each kv head: its query heads, its key head, its value head"
     GATE_UP = "gate then up, within each tensor-parallel shard"
     VOCABULARY = "rows padded to a multiple of TP with zeros"
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """The numbers of a dense decoder-only transformer, from its Hugging Face config.
-
-    rope_theta: base of the rotary frequencies. qk_norm: RMS norms on queries and keys of each head.
-    """
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    vocab_size: int
-    tied: bool
-    rope_theta: float
-    norm_epsilon: float
-    max_positions: int
-    qk_norm: bool
-
-    def padded_vocab_size(self, tp: int) -> int:
-        """Vocabulary rows, rounded up to a multiple of TP."""
-        return -(-self.vocab_size // tp) * tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,54 +34,6 @@ class Parameter:
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """Shape of one rank's shard."""
         return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
-
-
-_INERT_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "attention_dropout": (0.0, None),
-    "rope_scaling": (None,),
-}
-"""Fields of the Hugging Face config and the values that megatron-core's model here computes."""
-
-
-def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Read a Hugging Face ``config.json``.
-
-    Raises ValueError that names the field, its value and what is supported.
-    """
-    family = config.get("model_type")
-    if family != "qwen3":
-        raise ValueError(f"policy.model_name: model_type {family!r} is not supported; supported: 'qwen3'")
-    for name, allowed in _INERT_FIELDS.items():
-        if name in config and config[name] not in allowed:
-            raise ValueError(
-                f"policy.model_name: config.json has {name} = {config[name]!r}; supported: {allowed[0]!r}"
-            )
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"policy.model_name: config.json has rope_type = {rope['rope_type']!r}; supported: 'default'"
-        )
-    try:
-        heads = config["num_attention_heads"]
-        return Architecture(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            ffn_hidden_size=config["intermediate_size"],
-            vocab_size=config["vocab_size"],
-            tied=config.get("tie_word_embeddings", False),
-            rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
-            norm_epsilon=config["rms_norm_eps"],
-            max_positions=config["max_position_embeddings"],
-            qk_norm=True,
-        )
-    except KeyError as error:
-        raise ValueError(f"policy.model_name: config.json has no field {error.args[0]!r}") from error
 
 
 def model_parameters(architecture: Architecture, *, tp: int) -> tuple[Parameter, ...]:
@@ -141,8 +64,8 @@ def model_parameters(architecture: Architecture, *, tp: int) -> tuple[Parameter,
 def _layer_parameters(architecture: Architecture, layer: int) -> list[Parameter]:
     megatron, hugging_face = f"decoder.layers.{layer}", f"model.layers.{layer}"
     hidden, ffn, head_dim = architecture.hidden_size, architecture.ffn_hidden_size, architecture.head_dim
-    query_size = architecture.num_heads * head_dim
-    qkv_size = query_size + 2 * architecture.num_kv_heads * head_dim
+    query_size = architecture.num_attention_heads * head_dim
+    qkv_size = query_size + 2 * architecture.num_key_value_heads * head_dim
 
     def row(
         name: str,

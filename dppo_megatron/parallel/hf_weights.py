@@ -11,8 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dppo_megatron import device
+from dppo_megatron.architecture import Architecture
 from dppo_megatron.parallel import collectives
-from dppo_megatron.parallel.hf_names import Architecture, Fusion, Parameter, model_parameters
+from dppo_megatron.parallel.hf_names import Fusion, Parameter, model_parameters
 from dppo_megatron.parallel.mesh import Mesh
 
 
@@ -140,8 +141,8 @@ def _load(parameter: Parameter, target: Tensor, source: HfDirectory, architectur
 
 
 def _qkv_shard(slices: list[Any], architecture: Architecture, tp: int, rank: int) -> Tensor:
-    groups, head_dim = architecture.num_kv_heads, architecture.head_dim
-    per_group = architecture.num_heads // groups
+    groups, head_dim = architecture.num_key_value_heads, architecture.head_dim
+    per_group = architecture.num_attention_heads // groups
     if groups % tp:
         # A shard ends within a group: read whole groups and cut.
         full = _fuse_qkv(*(part[:] for part in slices), groups=groups, head_dim=head_dim)
@@ -228,8 +229,8 @@ def _to_hugging_face(
     """Undo sharding and fusion; shards: [TP, *local shape]."""
     names = parameter.hf_names
     if parameter.fusion is Fusion.QKV:
-        groups, head_dim = architecture.num_kv_heads, architecture.head_dim
-        per_group = architecture.num_heads // groups
+        groups, head_dim = architecture.num_key_value_heads, architecture.head_dim
+        per_group = architecture.num_attention_heads // groups
         fused = shards.reshape(groups, per_group + 2, head_dim, -1)
         for name, part in zip(names, fused.split([per_group, 1, 1], 1), strict=True):
             yield name, part.reshape(-1, architecture.hidden_size)

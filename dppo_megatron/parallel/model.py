@@ -8,8 +8,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dppo_megatron import device
+from dppo_megatron.architecture import Architecture
 from dppo_megatron.config.schema import MegatronConfig
-from dppo_megatron.parallel.hf_names import Architecture, layers_of_stages
+from dppo_megatron.parallel.hf_names import layers_of_stages
 from dppo_megatron.parallel.layer_spec import local_block_spec
 from dppo_megatron.parallel.mesh import Mesh
 
@@ -40,8 +41,8 @@ def transformer_config(architecture: Architecture, megatron: MegatronConfig, *, 
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
-        num_attention_heads=architecture.num_heads,
-        num_query_groups=architecture.num_kv_heads,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_key_value_heads,
         kv_channels=architecture.head_dim,
         ffn_hidden_size=architecture.ffn_hidden_size,
         normalization="RMSNorm",

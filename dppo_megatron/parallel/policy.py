@@ -15,10 +15,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from dppo_megatron import device
+from dppo_megatron.architecture import Architecture
 from dppo_megatron.batches import PackedRow, TokenLoss, TrainStats
 from dppo_megatron.config.schema import PolicyConfig
 from dppo_megatron.parallel import collectives, hf_weights
-from dppo_megatron.parallel.hf_names import Architecture
 from dppo_megatron.parallel.logprobs import label_logprobs
 from dppo_megatron.parallel.mesh import Mesh
 from dppo_megatron.parallel.model import build_model, stages_of, transformer_config
@@ -58,6 +58,12 @@ class Policy:
         # DistributedDataParallel moves parameters into its own buffers: locate them again.
         self.parameters = hf_weights.locate_parameters(chunk, architecture, mesh=mesh, stages=stages)
         self._connect_schedule()
+        self.num_updates = 0
+
+    def continue_schedule(self, num_updates: int) -> None:
+        """Set the learning-rate schedule to where it stood after ``num_updates`` updates."""
+        self.scheduler.step(increment=num_updates - self.num_updates)
+        self.num_updates = num_updates
 
     def _connect_schedule(self) -> None:
         # The loss is already divided by our denominator: gradients are summed, and not divided by token counts.
@@ -161,7 +167,7 @@ class Policy:
         with device.megatron_calls():
             outcome: Any = self.optimizer.step()
             updated, grad_norm, _ = outcome
-            self.scheduler.step(increment=1)
+            self.continue_schedule(self.num_updates + 1)
         assert updated, "a skipped step: loss scaling is not used"
         objective, num_tokens, *metrics = self._total(sums, width=2 + len(loss.metric_names)).tolist()
         return TrainStats(

@@ -16,10 +16,10 @@ from toy_step import NUM_GENERATIONS, TEMPERATURE, ToyStep, make_step, megatron_
 from transformers import AutoConfig
 
 from dppo_megatron import device
+from dppo_megatron.architecture import read_architecture
 from dppo_megatron.batches import PackedRow, RowPlan, ScoredBatch
 from dppo_megatron.config.schema import LossConfig, MegatronConfig
 from dppo_megatron.parallel.exchange import exchange, gather_scores
-from dppo_megatron.parallel.hf_names import read_architecture
 from dppo_megatron.parallel.hf_weights import stream_weights
 from dppo_megatron.parallel.mesh import Mesh, lay_out
 from dppo_megatron.parallel.policy import Policy

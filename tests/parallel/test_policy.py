@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_step import CLIP, ReferenceUpdate, make_model, make_step, reference_update
 from torch import Tensor
+from toy_step import CLIP, ReferenceUpdate, make_model, make_step, reference_update
 
 WORKER = Path(__file__).with_name("layout_worker.py")
 TWO_PROCESSES = ("tp2", "tp2_sp", "pp2", "cp2", "dp2", "dp2_sharded", "dp2_sharded_overlap")

@@ -1,0 +1,238 @@
+"""From a configuration to the objects that a run's steps work with."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig, AutoTokenizer
+
+from dppo_megatron import device
+from dppo_megatron.architecture import Architecture, read_architecture
+from dppo_megatron.batches import FloatArray, PromptBatch, RolloutBatch, Sampling
+from dppo_megatron.config.loader import LoadedConfig
+from dppo_megatron.config.schema import Config
+from dppo_megatron.model_source import find_model, read_model_config
+from dppo_megatron.parallel.mesh import Mesh
+from dppo_megatron.parallel.model import DTYPES
+from dppo_megatron.parallel.policy import Policy, Reference
+from dppo_megatron.plan import batch_arithmetic, check_layout
+from dppo_megatron.rl.draws import Purpose
+from dppo_megatron.rl.generator import EmbeddedGenerator, Generator
+from dppo_megatron.rl.loss import PolicyLoss
+from dppo_megatron.rl.prompt_history import PromptHistory
+from dppo_megatron.rl.prompts import PromptDataset, Prompts, load_prompts, validation_batch
+from dppo_megatron.rl.pruning import Pruning
+from dppo_megatron.rl.replay import ReplayGenerator
+from dppo_megatron.rl.rewards import Reward, make_reward, score_rollouts
+from dppo_megatron.run_state import RunState, fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads before any process group exists: model directory, tokenizer, prompts.
+
+    validation: None where there is no validation set, or no engine to sample for it (replay).
+    """
+
+    source: Path
+    architecture: Architecture
+    tokenizer: "PreTrainedTokenizerBase"
+    train: PromptDataset
+    validation: PromptBatch | None
+    stop_token_ids: tuple[int, ...]
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Find the model, read the data. Raises ValueError for what the user has to mend."""
+    source = find_model(config.policy.model_name)
+    architecture = read_architecture(read_model_config(source))
+    name = config.policy.tokenizer.name
+    tokenizer = AutoTokenizer.from_pretrained(source if name == config.policy.model_name else find_model(name))
+    max_prompt_tokens = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
+    if config.data.max_input_seq_length is not None:
+        max_prompt_tokens = min(max_prompt_tokens, config.data.max_input_seq_length)
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        tokenizer_config=config.policy.tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    validation = None
+    if config.data.validation is not None and config.dppo.rollout.replay_dir is None:
+        validation = validation_batch(load(config.data.validation), max_samples=config.grpo.max_val_samples)
+    return Inputs(
+        source=source,
+        architecture=architecture,
+        tokenizer=tokenizer,
+        train=load(config.data.train),
+        validation=validation,
+        stop_token_ids=_stop_token_ids(config, tokenizer, source),
+    )
+
+
+def _stop_token_ids(config: Config, tokenizer: "PreTrainedTokenizerBase", source: Path) -> tuple[int, ...]:
+    """The configured ones, those of the model's generation config, and the tokenizer's end of sequence."""
+    from transformers import GenerationConfig
+
+    ids = set(config.policy.generation.stop_token_ids or ())
+    if (source / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(source).eos_token_id
+        ids |= {eos} if isinstance(eos, int) else set(eos or ())
+    if isinstance(tokenizer.eos_token_id, int):
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise ValueError(
+            "policy.generation.stop_token_ids: the tokenizer and the model's generation config name no end of "
+            "sequence, so no completion would ever stop; give the ids"
+        )
+    return tuple(sorted(ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run, ready for its next step. ``first_step``: 0, or where the newest checkpoint stands."""
+
+    config: Config
+    mesh: Mesh
+    inputs: Inputs
+    policy: Policy
+    reference: Reference | None
+    generator: Generator
+    prompts: Prompts
+    history: PromptHistory
+    pruning: Pruning
+    loss: PolicyLoss
+    reward: Reward
+    sampling: Sampling
+    validation_sampling: Sampling
+    num_minibatches: int
+    state: RunState | None
+    first_step: int
+    num_steps: int
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reward.close()
+
+    def notes(self) -> list[str]:
+        """What a person should know before the first step."""
+        layout, grpo = self.mesh.layout, self.config.grpo
+        start = f"continues after step {self.first_step}" if self.first_step else "starts"
+        if self.first_step >= self.num_steps:
+            start = f"is complete: all {self.num_steps} steps are done"
+        processes = f"{layout.world_size} process" + ("es" if layout.world_size > 1 else "")
+        return [
+            f"{self.config.policy.model_name} {start}: {self.num_steps} steps of {grpo.num_prompts_per_step} prompts "
+            f"x {grpo.num_generations_per_prompt} completions on {processes} "
+            f"(tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, dp {layout.dp}), device {device.current().type}",
+            *self.pruning.notes,
+        ]
+
+    def score(self, rollouts: RolloutBatch) -> FloatArray:
+        """Rewards of this rank's completions, float64 [n]."""
+        return score_rollouts(rollouts, reward=self.reward, tokenizer=self.inputs.tokenizer)
+
+    def decode(self, rollouts: RolloutBatch) -> list[str]:
+        """Texts of this rank's completions, for people."""
+        rows = [rollouts.completions[row].tolist() for row in range(len(rollouts.completions))]
+        return self.inputs.tokenizer.batch_decode(rows, skip_special_tokens=False)
+
+    def validates_before(self, step: int) -> bool:
+        """Whether the run validates before its first step; a resumed one has done so."""
+        return step == 0 and self.config.grpo.val_at_start and self.inputs.validation is not None
+
+    def validates_after(self, step: int) -> bool:
+        """Whether the run validates after step ``step``."""
+        grpo, last = self.config.grpo, step + 1 == self.num_steps
+        due = (step + 1) % grpo.val_period == 0 or (last and grpo.val_at_end)
+        return due and self.inputs.validation is not None
+
+    def saves_after(self, step: int) -> bool:
+        """Whether the run leaves a checkpoint after step ``step``: every ``save_period`` steps, and at the end."""
+        due = (step + 1) % self.config.checkpointing.save_period == 0 or step + 1 == self.num_steps
+        return due and self.state is not None
+
+
+def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
+    """Build every part of a run and continue from its newest checkpoint; called by every rank."""
+    config = loaded.config
+    grpo, policy_config = config.grpo, config.policy
+    check_layout(inputs.architecture, layout=mesh.layout, megatron=policy_config.megatron_cfg)
+    max_new_tokens = policy_config.generation.max_new_tokens
+    pruning = Pruning.from_config(config.dppo, loss_fn=config.loss_fn, grpo=grpo, max_new_tokens=max_new_tokens)
+    arithmetic = batch_arithmetic(grpo, train_global_batch_size=policy_config.train_global_batch_size)
+    prompts = Prompts(
+        inputs.train,
+        num_prompts_per_step=grpo.num_prompts_per_step,
+        num_minibatches=arithmetic.num_minibatches,
+        shuffle=config.data.shuffle,
+        seed=grpo.seed,
+    )
+    sampling = Sampling(
+        num_generations=grpo.num_generations_per_prompt,
+        temperature=policy_config.generation.temperature,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=inputs.stop_token_ids,
+        purpose=Purpose.GENERATION,
+    )
+    reward = make_reward(config.data.train.env_name, reward=config.dppo.reward, env=config.env)
+    policy = Policy(policy_config, inputs.architecture, source=inputs.source, mesh=mesh)
+    # The reference is the policy before any step: taken before a checkpoint is restored.
+    reference = policy.reference() if config.loss_fn.reference_policy_kl_penalty else None
+    state = _run_state(loaded, inputs)
+    ema_decay = config.dppo.prompt_pruning.ema_decay
+    resumed = state.restore(policy, prompts=prompts, ema_decay=ema_decay) if state else None
+    return Run(
+        config=config,
+        mesh=mesh,
+        inputs=inputs,
+        policy=policy,
+        reference=reference,
+        generator=_make_generator(config, inputs),
+        prompts=prompts,
+        history=resumed.history if resumed else PromptHistory(ema_decay=ema_decay),
+        pruning=pruning,
+        loss=PolicyLoss(config.loss_fn),
+        reward=reward,
+        sampling=sampling,
+        validation_sampling=replace(
+            sampling, num_generations=grpo.val_num_generations_per_prompt, purpose=Purpose.VALIDATION
+        ),
+        num_minibatches=arithmetic.num_minibatches,
+        state=state,
+        first_step=resumed.num_steps_done if resumed else 0,
+        num_steps=min(grpo.max_num_steps, grpo.max_num_epochs * prompts.steps_per_epoch),
+    )
+
+
+def _run_state(loaded: LoadedConfig, inputs: Inputs) -> RunState | None:
+    if not loaded.config.checkpointing.enabled:
+        return None
+    digest = blake2b(inputs.train.prompt_ids.tobytes(), digest_size=8)
+    digest.update("\0".join(inputs.train.answers).encode())
+    return RunState(
+        loaded.config.checkpointing,
+        fingerprint(
+            loaded.effective,
+            architecture=inputs.architecture,
+            data_digest=int.from_bytes(digest.digest(), "little"),
+        ),
+    )
+
+
+def _make_generator(config: Config, inputs: Inputs) -> Generator:
+    if config.dppo.rollout.replay_dir is not None:
+        return ReplayGenerator(Path(config.dppo.rollout.replay_dir))
+    return EmbeddedGenerator(
+        AutoConfig.from_pretrained(inputs.source),
+        dtype=DTYPES[config.policy.precision],
+        device=device.current(),
+        max_cache_tokens=config.dppo.rollout.max_cache_tokens,
+    )

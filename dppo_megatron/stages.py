@@ -1,0 +1,200 @@
+"""The stages of a step, as verbs on a run: what the loop names, tied to the run's parts."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dppo_megatron import device, metric_names
+from dppo_megatron.batches import (
+    FinishReason,
+    FloatArray,
+    PackedRow,
+    PromptBatch,
+    PrunedBatch,
+    RolloutBatch,
+    ScoredBatch,
+    TrainStats,
+)
+from dppo_megatron.parallel import collectives
+from dppo_megatron.parallel.exchange import exchange, gather_scores
+from dppo_megatron.plan import padding_multiples
+from dppo_megatron.rl.advantages import group_advantages
+from dppo_megatron.rl.draws import Draws
+from dppo_megatron.rl.evaluation import Evaluation, EvaluationSums, evaluate
+from dppo_megatron.rl.packing import PackingReport, plan_rows, report_packing
+from dppo_megatron.rl.pruning_report import PruningReport
+from dppo_megatron.rl.replay import samples_of, samples_path, write_samples
+from dppo_megatron.run_records import StepRecord
+from dppo_megatron.run_setup import Run
+from dppo_megatron.stage_clock import StageSeconds
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """What one optimizer step trains on: the plan, this data-parallel rank's rows of it, how dense they are."""
+
+    plan: PrunedBatch
+    rows: list[PackedRow]
+    packing: PackingReport
+
+
+def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch) -> ScoredBatch:
+    """Reward this rank's completions, compare them within their groups, and gather everybody's scores."""
+    rewards = run.score(rollouts)
+    advantages = group_advantages(rewards.reshape(-1, run.sampling.num_generations), grpo=run.config.grpo)
+    return gather_scores(
+        rollouts,
+        rewards,
+        advantages.ravel(),
+        kept=kept,
+        num_generations=run.sampling.num_generations,
+        over=run.mesh.generation,
+    )
+
+
+def record_samples(
+    run: Run, step: int, rollouts: RolloutBatch, *, scores: ScoredBatch, plans: Sequence[PrunedBatch]
+) -> None:
+    """Check that every rank decided alike; write the step's samples where the run records them."""
+    digest = 0
+    for plan in plans:
+        for array in (plan.sequences, plan.weights, plan.keep_probabilities):
+            digest = zlib.crc32(array.tobytes(), digest)
+    collectives.require_equal(digest, run.mesh.world, what="keep decisions")
+    directory = run.config.dppo.rollout.record_dir
+    if directory is None:
+        return
+    mine = samples_of(rollouts, scored=scores, plans=plans, completion_texts=run.decode(rollouts))
+    everybody = collectives.gather_objects(mine, run.mesh.generation)
+    if run.mesh.world.is_first:
+        write_samples(samples_path(Path(directory), step=step), [sample for part in everybody for sample in part])
+
+
+def pack_rows(run: Run, rollouts: RolloutBatch, scores: ScoredBatch, plan: PrunedBatch) -> MiniBatch:
+    """Plan equal shares of rows for all data-parallel ranks, and fetch this rank's sequences into them."""
+    packing, multiples = run.config.policy.sequence_packing, padding_multiples(run.mesh.layout)
+    rows = plan_rows(
+        plan.lengths,
+        config=packing,
+        window=run.config.dppo.packing.window,
+        capacity=packing.train_mb_tokens,
+        sequence_multiple=multiples.sequence,
+        row_multiple=multiples.row,
+        dp_size=run.mesh.dp.size,
+        attention_weight=run.inputs.architecture.attention_weight,
+    )
+    packed = exchange(
+        rollouts,
+        plan,
+        rows,
+        scores=scores,
+        token_level_loss=run.config.loss_fn.token_level_loss or run.config.dppo.denominator == "constant",
+        mesh=run.mesh,
+    )
+    return MiniBatch(plan, packed, report_packing(rows, lengths=plan.lengths, capacity=packing.train_mb_tokens))
+
+
+def attach_logprobs(run: Run, batch: MiniBatch) -> MiniBatch:
+    """Old log-probs where an earlier mini-batch will have moved the policy, the reference's where KL is penalised."""
+    off_policy = run.num_minibatches > 1 and not run.config.loss_fn.force_on_policy_ratio
+    rows = run.policy.attach_logprobs(
+        batch.rows, old=off_policy, reference=run.reference, temperature=run.sampling.temperature
+    )
+    return MiniBatch(batch.plan, rows, batch.packing)
+
+
+def update(run: Run, batch: MiniBatch) -> TrainStats:
+    """One optimizer step."""
+    stats = run.policy.update(
+        batch.rows, loss=run.loss, denominator=batch.plan.denominator, temperature=run.sampling.temperature
+    )
+    device.synchronize()
+    return stats
+
+
+def validate(run: Run, num_steps_done: int) -> float:
+    """Accuracy on the validation prompts under the generator's weights, equal on every rank."""
+    assert run.inputs.validation is not None
+    axis = run.mesh.generation
+    sums = evaluate(
+        run.generator,
+        prompts=run.inputs.validation.share(rank=axis.rank, size=axis.size),
+        draws=Draws(run.config.grpo.seed, num_steps_done),
+        sampling=run.validation_sampling,
+        score=run.score,
+    )
+    total = EvaluationSums.from_array(collectives.sum_array(sums.to_array(), axis))
+    return Evaluation.from_sums(total).accuracy
+
+
+def save_checkpoint(run: Run, step: int, accuracy: float | None) -> Path:
+    """Write the checkpoint of the steps up to ``step``; it shows once it is published."""
+    assert run.state is not None
+    return run.state.save(
+        run.policy, prompts=run.prompts, history=run.history, num_steps_done=step + 1, metric=accuracy
+    )
+
+
+def publish_checkpoint(run: Run, pending: Path) -> None:
+    """Let a checkpoint show, after its step was logged: a run that dies in between takes the step again."""
+    assert run.state is not None
+    run.state.publish(pending, world=run.mesh.world)
+
+
+def step_record(
+    run: Run,
+    step: int,
+    scores: ScoredBatch,
+    batches: Sequence[MiniBatch],
+    stats: Sequence[TrainStats],
+    *,
+    accuracy: float | None,
+    seconds: StageSeconds,
+) -> StepRecord:
+    """What the log says of a step: sums and means over its mini-batches."""
+    report = PruningReport.of(scores, plans=tuple(batch.plan for batch in batches))
+    tokens = np.array([one.num_tokens for one in stats], np.float64)
+    losses = {
+        metric_names.LOSS_METRICS[name]: _mean([dict(one.metrics)[name] for one in stats], weights=tokens)
+        for name in run.loss.metric_names
+    }
+    rest = {
+        metric_names.MEAN_PROMPT_LENGTH: _mean(scores.prompts.tokens.lengths),
+        metric_names.MEAN_GENERATED_TOKENS: _mean(scores.completion_lengths),
+        metric_names.TRUNCATION_RATE: _mean(scores.finish_reasons == FinishReason.LENGTH),
+        metric_names.WEIGHT_MEAN: report.weight_mean,
+        metric_names.WEIGHT_MAX: report.weight_max,
+        metric_names.EFFECTIVE_SAMPLE_SIZE: report.effective_sample_size,
+        metric_names.PROMPT_VARIANCE: report.prompt_variance.per_kept,
+        metric_names.COMPLETION_VARIANCE: report.completion_variance.per_kept,
+        metric_names.REWARD_FAILURES: float(run.reward.num_failures),
+        metric_names.ROWS: float(sum(batch.packing.num_rows for batch in batches)),
+        metric_names.TOKEN_DENSITY: _mean([batch.packing.density for batch in batches]),
+        metric_names.TOKEN_IMBALANCE: _mean([batch.packing.token_imbalance for batch in batches]),
+    }
+    return StepRecord(
+        step=step,
+        reward=_mean(scores.rewards),
+        accuracy=accuracy,
+        kept_fraction=report.num_kept_completions / max(report.num_completions, 1),
+        kept_prompts_fraction=report.num_kept_prompts / report.num_candidate_prompts,
+        rollout_tokens=report.num_tokens_generated,
+        train_tokens=report.num_tokens_trained,
+        train_tokens_without_pruning=round(report.num_tokens_generated + report.num_tokens_not_generated),
+        loss=_mean([one.loss for one in stats]),
+        grad_norm=_mean([one.grad_norm for one in stats]),
+        learning_rate=stats[-1].learning_rate,
+        stage_seconds=seconds,
+        extra=tuple((losses | rest).items()),
+    )
+
+
+def _mean(values: Sequence[float] | FloatArray | np.ndarray, *, weights: FloatArray | None = None) -> float:
+    if not len(values):
+        return 0.0
+    return float(
+        np.average(np.asarray(values, np.float64), weights=weights if weights is None or weights.any() else None)
+    )
