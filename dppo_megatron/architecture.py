@@ -50,6 +50,17 @@ _INERT_FIELDS: Mapping[str, tuple[Any, ...]] = {
 """Fields of the Hugging Face config and the values that megatron-core's model here computes."""
 
 
+_REQUIRED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+
+
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """Read a Hugging Face ``config.json``.
 
@@ -68,21 +79,22 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         raise ValueError(
             f"policy.model_name: config.json has rope_type = {rope['rope_type']!r}; supported: 'default'"
         )
-    try:
-        heads = config["num_attention_heads"]
-        return Architecture(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            ffn_hidden_size=config["intermediate_size"],
-            vocab_size=config["vocab_size"],
-            tied=config.get("tie_word_embeddings", False),
-            rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
-            norm_epsilon=config["rms_norm_eps"],
-            max_positions=config["max_position_embeddings"],
-            qk_norm=True,
-        )
-    except KeyError as error:
-        raise ValueError(f"policy.model_name: config.json has no field {error.args[0]!r}") from error
+    if missing := [name for name in _REQUIRED if config.get(name) is None]:
+        raise ValueError(f"policy.model_name: config.json lacks {', '.join(missing)}")
+    heads, hidden, head_dim = config["num_attention_heads"], config["hidden_size"], config.get("head_dim")
+    if head_dim is None and hidden % heads:
+        raise ValueError(f"policy.model_name: config.json lacks head_dim, and {hidden} / {heads} leaves a remainder")
+    return Architecture(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim or hidden // heads,
+        ffn_hidden_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+        norm_epsilon=config["rms_norm_eps"],
+        max_positions=config["max_position_embeddings"],
+        qk_norm=True,
+    )

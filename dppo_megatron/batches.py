@@ -17,13 +17,22 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dppo_megatron.rl.draws import Purpose
-
 if TYPE_CHECKING:
     from torch import Tensor
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+
+
+class Purpose(IntEnum):
+    """What a stream is for; streams of different purposes are independent."""
+
+    SHUFFLE = 1
+    PROMPT_PRUNING = 2
+    COMPLETION_PRUNING = 3
+    GENERATION = 4
+    VALIDATION = 5
+    AUDIT = 6
 
 
 class FinishReason(IntEnum):

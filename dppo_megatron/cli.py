@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; exit code 2 for what the user has to mend before the run starts, 1 for a run that failed."""
     options, arguments = _parser(), list(sys.argv[1:] if arguments is None else arguments)
     parsed = options.parse_args(arguments)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    _set_up_messages()
     sys.exit(_train(parsed, arguments))
+
+
+def _set_up_messages() -> None:
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    # megatron-core warns at every start of what is absent (Transformer Engine, apex): the layer spec decides that.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,12 +59,12 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from dppo_megatron import launcher
     from dppo_megatron.config.loader import load_config
-    from dppo_megatron.plan import check_config, resolve_layout
+    from dppo_megatron.config.rules import check_config
 
     try:
         loaded = load_config(options.config, options.overrides)
         check_config(loaded.config)
-        layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg)
+        layout = _layout(loaded)
         if not launcher.is_joined(os.environ):
             _check_directories(loaded, fresh=options.fresh)
             if layout.world_size > 1:
@@ -65,6 +73,19 @@ def _train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     except ValueError as error:
         return _complain(error, EXIT_USAGE)
     return _run(loaded, layout, arguments)
+
+
+def _layout(loaded: "LoadedConfig") -> "Layout":
+    """The layout, checked against the model before a process is started."""
+    from dppo_megatron.architecture import read_architecture
+    from dppo_megatron.model_source import find_model, read_model_config
+    from dppo_megatron.plan import check_layout, resolve_layout
+
+    megatron = loaded.config.policy.megatron_cfg
+    layout = resolve_layout(loaded.config.cluster, megatron=megatron)
+    architecture = read_architecture(read_model_config(find_model(loaded.config.policy.model_name)))
+    check_layout(architecture, layout=layout, megatron=megatron)
+    return layout
 
 
 def _check_directories(loaded: "LoadedConfig", *, fresh: bool) -> None:

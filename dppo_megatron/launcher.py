@@ -49,6 +49,7 @@ def start_processes(arguments: Sequence[str], *, layout: Layout, num_nodes: int)
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=layout.world_size,
+        run_id=f"dppo-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

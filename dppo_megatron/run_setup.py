@@ -10,15 +10,14 @@ from transformers import AutoConfig, AutoTokenizer
 
 from dppo_megatron import device
 from dppo_megatron.architecture import Architecture, read_architecture
-from dppo_megatron.batches import FloatArray, PromptBatch, RolloutBatch, Sampling
+from dppo_megatron.batches import FloatArray, PromptBatch, Purpose, RolloutBatch, Sampling
 from dppo_megatron.config.loader import LoadedConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.model_source import find_model, read_model_config
 from dppo_megatron.parallel.mesh import Mesh
 from dppo_megatron.parallel.model import DTYPES
 from dppo_megatron.parallel.policy import Policy, Reference
-from dppo_megatron.plan import batch_arithmetic, check_layout
-from dppo_megatron.rl.draws import Purpose
+from dppo_megatron.plan import batch_arithmetic
 from dppo_megatron.rl.generator import EmbeddedGenerator, Generator
 from dppo_megatron.rl.loss import PolicyLoss
 from dppo_megatron.rl.prompt_history import PromptHistory
@@ -50,7 +49,6 @@ class Inputs:
 def read_inputs(config: Config) -> Inputs:
     """Find the model, read the data. Raises ValueError for what the user has to mend."""
     source = find_model(config.policy.model_name)
-    architecture = read_architecture(read_model_config(source))
     name = config.policy.tokenizer.name
     tokenizer = AutoTokenizer.from_pretrained(source if name == config.policy.model_name else find_model(name))
     max_prompt_tokens = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
@@ -67,7 +65,7 @@ def read_inputs(config: Config) -> Inputs:
         validation = validation_batch(load(config.data.validation), max_samples=config.grpo.max_val_samples)
     return Inputs(
         source=source,
-        architecture=architecture,
+        architecture=read_architecture(read_model_config(source)),
         tokenizer=tokenizer,
         train=load(config.data.train),
         validation=validation,
@@ -164,7 +162,6 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
     """Build every part of a run and continue from its newest checkpoint; called by every rank."""
     config = loaded.config
     grpo, policy_config = config.grpo, config.policy
-    check_layout(inputs.architecture, layout=mesh.layout, megatron=policy_config.megatron_cfg)
     max_new_tokens = policy_config.generation.max_new_tokens
     pruning = Pruning.from_config(config.dppo, loss_fn=config.loss_fn, grpo=grpo, max_new_tokens=max_new_tokens)
     arithmetic = batch_arithmetic(grpo, train_global_batch_size=policy_config.train_global_batch_size)

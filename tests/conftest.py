@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from tools.make_tiny_model import make_tiny_model
+
 Launch = Callable[..., None]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model after a few steps of its warm start, with its data."""
+    output = tmp_path_factory.mktemp("tiny") / "model"
+    make_tiny_model(output, seed=0, steps=40)
+    return output
 
 
 @pytest.fixture(scope="session")

@@ -99,7 +99,7 @@ class OptimizerConfig:
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     use_distributed_optimizer: bool = True
-    clip_grad: float = 1.0
+    clip_grad: float = follows("policy.max_grad_norm")
 
 
 @dataclass(frozen=True)

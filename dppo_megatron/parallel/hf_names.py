@@ -90,26 +90,3 @@ def _layer_parameters(architecture: Architecture, layer: int) -> list[Parameter]
         rows.append(row("self_attention.q_layernorm", ("self_attn.q_norm",), (head_dim,)))
         rows.append(row("self_attention.k_layernorm", ("self_attn.k_norm",), (head_dim,)))
     return rows
-
-
-def layers_of_stages(num_layers: int, *, pp: int, first: int | None, last: int | None) -> tuple[tuple[int, ...], ...]:
-    """The layers of each pipeline stage, in order; ``first`` and ``last`` fix those of the outer stages.
-
-    Source: ``megatron.core.transformer.transformer_block.get_num_layers_to_build``.
-    """
-    fixed = {0: first, pp - 1: last} if pp > 1 else {}
-    counts = [fixed.get(stage) for stage in range(pp)]
-    left = num_layers - sum(count or 0 for count in counts)
-    free = sum(count is None for count in counts)
-    if left < 0 or (free and left % free) or (not free and left):
-        raise ValueError(
-            f"{num_layers} layers cannot be laid on policy.megatron_cfg.pipeline_model_parallel_size = {pp} stages"
-            f" with num_layers_in_first_pipeline_stage = {first}, num_layers_in_last_pipeline_stage = {last}: the"
-            " layers that are left must divide by the stages that are left"
-        )
-    stages, start = [], 0
-    for count in counts:
-        size = left // free if count is None else count
-        stages.append(tuple(range(start, start + size)))
-        start += size
-    return tuple(stages)

@@ -68,6 +68,7 @@ class Mesh:
 def open_mesh(layout: Layout, *, seed: int) -> Iterator[Mesh]:
     """Join the processes of a run, lay them out, and take the mesh down at the end.
 
+    A process group that is there already is used and left standing, so that one launch can hold several runs.
     Raises ValueError when the number of processes is not the layout's.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -78,12 +79,15 @@ def open_mesh(layout: Layout, *, seed: int) -> Iterator[Mesh]:
             "and cluster.num_nodes to what was started"
         )
     device.set_num_threads()
-    device.start_process_group()
+    owned = not dist.is_initialized()
+    if owned:
+        device.start_process_group()
     try:
         yield lay_out(layout, seed=seed)
     finally:
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        if owned:
+            dist.destroy_process_group()
 
 
 def lay_out(layout: Layout, *, seed: int) -> Mesh:

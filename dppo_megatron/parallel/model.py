@@ -10,22 +10,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from dppo_megatron import device
 from dppo_megatron.architecture import Architecture
 from dppo_megatron.config.schema import MegatronConfig
-from dppo_megatron.parallel.hf_names import layers_of_stages
 from dppo_megatron.parallel.layer_spec import local_block_spec
 from dppo_megatron.parallel.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """``policy.precision`` -> parameters' type."""
-
-
-def stages_of(architecture: Architecture, megatron: MegatronConfig) -> tuple[tuple[int, ...], ...]:
-    """The layers of each pipeline stage."""
-    return layers_of_stages(
-        architecture.num_layers,
-        pp=megatron.pipeline_model_parallel_size,
-        first=megatron.num_layers_in_first_pipeline_stage,
-        last=megatron.num_layers_in_last_pipeline_stage,
-    )
 
 
 def transformer_config(architecture: Architecture, megatron: MegatronConfig, *, precision: str) -> TransformerConfig:

@@ -21,8 +21,9 @@ from dppo_megatron.config.schema import PolicyConfig
 from dppo_megatron.parallel import collectives, hf_weights
 from dppo_megatron.parallel.logprobs import label_logprobs
 from dppo_megatron.parallel.mesh import Mesh
-from dppo_megatron.parallel.model import build_model, stages_of, transformer_config
+from dppo_megatron.parallel.model import build_model, transformer_config
 from dppo_megatron.parallel.optimizer import build_optimizer, data_parallel_config
+from dppo_megatron.plan import layers_of_stages
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Policy:
         self.config, self.architecture, self.mesh = config, architecture, mesh
         megatron = config.megatron_cfg
         self.source = source
-        stages = stages_of(architecture, megatron)
+        stages = layers_of_stages(architecture.num_layers, megatron=megatron)
         with device.megatron_calls():
             self.model_config = transformer_config(architecture, megatron, precision=config.precision)
             chunk = build_model(architecture, self.model_config, mesh=mesh, num_layers=len(stages[mesh.pp.rank]))

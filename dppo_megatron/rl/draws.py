@@ -5,23 +5,13 @@ or on whether the run was restarted before it.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dppo_megatron.batches import Purpose
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-class Purpose(IntEnum):
-    """What a stream is for; streams of different purposes are independent."""
-
-    SHUFFLE = 1
-    PROMPT_PRUNING = 2
-    COMPLETION_PRUNING = 3
-    GENERATION = 4
-    VALIDATION = 5
-    AUDIT = 6
 
 
 def hash_parts(*parts: ArrayLike) -> NDArray[np.uint64]:

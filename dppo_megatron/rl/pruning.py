@@ -14,7 +14,7 @@ from typing import Literal, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from dppo_megatron.batches import FinishReason, FloatArray, IntArray, PromptBatch, PrunedBatch, ScoredBatch
+from dppo_megatron.batches import FinishReason, FloatArray, IntArray, PromptBatch, PrunedBatch, Purpose, ScoredBatch
 from dppo_megatron.config.schema import (
     CompletionPruningConfig,
     DppoConfig,
@@ -24,7 +24,7 @@ from dppo_megatron.config.schema import (
 )
 from dppo_megatron.rl import keep_probabilities, sampling_designs
 from dppo_megatron.rl.denominators import DenominatorKind, denominator_kind, minibatch_denominator
-from dppo_megatron.rl.draws import Draws, Purpose
+from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.prompt_history import PromptHistory
 
 

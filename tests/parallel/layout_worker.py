@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,9 +93,9 @@ def take_steps(policy: Policy, mesh: Mesh, layout: Layout) -> dict[str, Tensor]:
     for number in range(NUM_STEPS):
         rows = policy.attach_logprobs(rows, old=False, reference=reference, temperature=TEMPERATURE)
         stats = policy.update(rows, loss=loss, denominator=step.plan.denominator, temperature=TEMPERATURE)
+        results["tokens"] = torch.tensor(stats.num_tokens)
         results[f"loss.{number}"] = torch.tensor(stats.loss, dtype=torch.float64)
         results[f"grad_norm.{number}"] = torch.tensor(stats.grad_norm, dtype=torch.float64)
-    results["tokens"] = torch.tensor(stats.num_tokens)
     if not policy.config.megatron_cfg.optimizer.use_distributed_optimizer:
         results |= {f"gradients.{key}": tensor.clone() for key, tensor in streamed_gradients(policy)}
     return results
@@ -129,7 +130,7 @@ def total_logprob(policy: Policy, rows: Sequence[PackedRow], mesh: Mesh) -> Tens
 def streamed_gradients(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """The (clipped) gradients, through the stream that the weights take."""
     # The tied copy on a last stage carries the same, summed, gradient: it is not in the table.
-    by_storage = {parameter.data_ptr(): parameter for parameter in policy.model.module.parameters()}
+    by_storage: dict[int, Any] = {parameter.data_ptr(): parameter for parameter in policy.model.module.parameters()}
     located = policy.parameters
     gradients = {name: by_storage[shard.data_ptr()].main_grad for name, shard in located.local.items()}
     return stream_weights(replace(located, local=gradients), mesh=policy.mesh, bucket_bytes=2**20)

@@ -175,27 +175,41 @@ def reference_update(
     first = Qwen3ForCausalLM.from_pretrained(directory, attn_implementation="eager").double()
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), lr=LEARNING_RATE, eps=EPSILON, betas=BETAS, weight_decay=0.0)
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        logprobs, loss = [], torch.zeros((), dtype=torch.float64)
-        for index, sequence in enumerate(step.plan.sequences):
-            prompt = step.scores.prompts.tokens[int(sequence) // NUM_GENERATIONS]
-            completion = step.rollouts.completions[int(sequence)]
-            logp = _completion_logprobs(model, prompt, completion)
-            terms = -(logp - logp.detach()).exp() * float(step.plan.advantages[index])
-            if kl_coefficient:
-                with torch.no_grad():
-                    reference = _completion_logprobs(first, prompt, completion)
-                log_ratio = reference - logp
-                terms = terms + kl_coefficient * (log_ratio.exp() - 1 - log_ratio)
-            loss = loss + terms.mean() * float(step.plan.weights[index]) / DENOMINATOR
-            logprobs.append(logp.detach())
-        loss.backward()
-        gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}  # type: ignore[union-attr]
-        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
-        optimizer.step()
+    for _ in range(num_steps - 1):
+        _backward(model, first, step, kl_coefficient)
+        _step(optimizer, parameters)
+    logprobs, loss = _backward(model, first, step, kl_coefficient)
+    gradients = {name: parameter.grad.clone() for name, parameter in parameters.items() if parameter.grad is not None}
+    norm = _step(optimizer, parameters)
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
-    return ReferenceUpdate(logprobs, float(loss.detach()), float(norm), gradients, weights)
+    return ReferenceUpdate(logprobs, loss, norm, gradients, weights)
+
+
+def _backward(
+    model: Qwen3ForCausalLM, first: Qwen3ForCausalLM, step: ToyStep, kl_coefficient: float
+) -> tuple[list[torch.Tensor], float]:
+    logprobs, loss = [], torch.zeros((), dtype=torch.float64)
+    for index, sequence in enumerate(step.plan.sequences):
+        prompt = step.scores.prompts.tokens[int(sequence) // NUM_GENERATIONS]
+        completion = step.rollouts.completions[int(sequence)]
+        logp = _completion_logprobs(model, prompt, completion)
+        terms = -(logp - logp.detach()).exp() * float(step.plan.advantages[index])
+        if kl_coefficient:
+            with torch.no_grad():
+                reference = _completion_logprobs(first, prompt, completion)
+            log_ratio = reference - logp
+            terms = terms + kl_coefficient * (log_ratio.exp() - 1 - log_ratio)
+        loss = loss + terms.mean() * float(step.plan.weights[index]) / DENOMINATOR
+        logprobs.append(logp.detach())
+    loss.backward()
+    return logprobs, float(loss.detach())
+
+
+def _step(optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter]) -> float:
+    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(norm)
 
 
 def _completion_logprobs(model: Qwen3ForCausalLM, prompt: np.ndarray, completion: np.ndarray) -> torch.Tensor:

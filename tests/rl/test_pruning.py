@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike, NDArray
 
-from dppo_megatron.batches import FinishReason, FloatArray, IntArray, PromptBatch, Ragged, ScoredBatch
+from dppo_megatron.batches import FinishReason, FloatArray, IntArray, PromptBatch, Purpose, Ragged, ScoredBatch
 from dppo_megatron.config.schema import (
     CompletionPruningConfig,
     DppoConfig,
@@ -15,7 +15,7 @@ from dppo_megatron.config.schema import (
     LossConfig,
     PromptPruningConfig,
 )
-from dppo_megatron.rl.draws import Draws, Purpose
+from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.prompt_history import PromptHistory
 from dppo_megatron.rl.pruning import (
     Pruning,

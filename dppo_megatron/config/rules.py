@@ -1,0 +1,209 @@
+"""The rules of a configuration that types cannot say: ranges, and keys that contradict each other."""
+
+import math
+from collections.abc import Callable
+from operator import attrgetter
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.plan import (
+    Problems,
+    batch_arithmetic,
+    batch_problems,
+    layout_problems,
+    padding_multiples,
+    raise_problems,
+    resolve_layout,
+)
+
+_MEGATRON = "policy.megatron_cfg"
+
+
+def check_config(config: Config) -> None:
+    """Check the rules that types cannot say: ranges, and keys that contradict each other.
+
+    Raises: ValueError with one line a problem: key, value, what is allowed.
+    """
+    found = (problem for rule in _RULES for problem in rule(config))
+    raise_problems(f"{key} = {attrgetter(key)(config)!r}: {allowed}" for key, allowed in found)
+
+
+def _range_problems(config: Config) -> Problems:
+    for allowed, holds, keys in _RANGES:
+        for key in keys.split():
+            value = attrgetter(key)(config)
+            if value is not None and not (math.isfinite(value) and holds(value)):
+                yield key, f"must be {allowed}" if math.isfinite(value) else "must be finite"
+
+
+def _absent_problems(config: Config) -> Problems:
+    for key, available in _NOT_YET.items():
+        if attrgetter(key)(config) not in available:
+            yield key, f"not yet available; use {' or '.join(map(repr, available))}"
+
+
+def _size_problems(config: Config) -> Problems:
+    grpo, size = config.grpo, config.policy.train_global_batch_size
+    yield from layout_problems(config.cluster, megatron=config.policy.megatron_cfg)
+    problems = list(batch_problems(grpo, train_global_batch_size=size))
+    yield from problems
+    if problems or not config.loss_fn.force_on_policy_ratio:
+        return
+    steps = batch_arithmetic(grpo, train_global_batch_size=size).num_minibatches
+    if steps != 1:
+        allowed = f"needs one optimizer step a rollout batch; policy.train_global_batch_size makes it {steps}"
+        yield "loss_fn.force_on_policy_ratio", allowed
+
+
+def _sampling_problems(config: Config) -> Problems:
+    generation = config.policy.generation
+    if generation.top_p != 1:
+        yield "policy.generation.top_p", "must be 1: truncated sampling biases training"
+    if generation.top_k is not None:
+        yield "policy.generation.top_k", "must be null: truncated sampling biases training"
+    if generation.backend == "megatron" and config.dppo.rollout.engine != "embedded":
+        yield "policy.generation.backend", "must be vllm, unless dppo.rollout.engine is embedded"
+
+
+def _length_problems(config: Config) -> Problems:
+    megatron, limit = config.policy.megatron_cfg, config.policy.max_total_sequence_length
+    total = f"policy.max_total_sequence_length = {limit}"
+    if config.policy.generation.max_new_tokens >= limit:
+        yield "policy.generation.max_new_tokens", f"must leave room for a prompt in {total}"
+    if (config.data.max_input_seq_length or 0) > limit:
+        yield "data.max_input_seq_length", f"must be at most {total}"
+    if any(layout_problems(config.cluster, megatron=megatron)):
+        return
+    multiple = padding_multiples(resolve_layout(config.cluster, megatron=megatron)).row
+    longest = -(-limit // multiple) * multiple
+    for name in ("train_mb_tokens", "logprob_mb_tokens"):
+        if getattr(config.policy.sequence_packing, name) < longest:
+            need = f"{longest} tokens when padded to a multiple of {multiple}"
+            yield f"policy.sequence_packing.{name}", f"must hold one sequence of {total}, {need}"
+
+
+def _denominator_problems(config: Config) -> Problems:
+    dppo, key = config.dppo, "dppo.denominator"
+    prunes_prompts = dppo.enabled and dppo.prompt_pruning.enabled
+    if not config.loss_fn.token_level_loss:
+        if dppo.denominator in ("constant", "estimated_tokens"):
+            yield key, "counts tokens, which loss_fn.token_level_loss = False contradicts; use candidates"
+    elif dppo.denominator == "candidates" and prunes_prompts:
+        yield (
+            key,
+            "the tokens of pruned prompts cannot be counted for a token mean (loss_fn.token_level_loss = True);"
+            " use the sequence mean (loss_fn.token_level_loss: false), dppo.denominator: constant,"
+            " or, accepting a ratio estimator, dppo.denominator: estimated_tokens",
+        )
+    # Without pruning at all the estimate is the count, so that turning dppo off needs no second change.
+    elif dppo.denominator == "estimated_tokens" and dppo.enabled and not prunes_prompts:
+        yield key, "needs dppo.prompt_pruning.enabled; without it candidates is exact"
+
+
+def _pruning_problems(config: Config) -> Problems:
+    dppo, completions = config.dppo, config.dppo.completion_pruning
+    for name, level in (("prompt_pruning", dppo.prompt_pruning), ("completion_pruning", completions)):
+        least = level.min_keep_probability
+        # 1 - 0.9 is less than 0.1 in floating point.
+        too_high = 1 - level.rate < least and not math.isclose(1 - level.rate, least)
+        if dppo.enabled and level.enabled and level.policy != "top" and too_high:
+            yield f"dppo.{name}.rate", f"must be at most 1 - dppo.{name}.min_keep_probability, 1 - {least}"
+    if completions.scope == "group" and completions.policy != "threshold":
+        yield "dppo.completion_pruning.scope", f"is for policy threshold, not {completions.policy}; use batch"
+
+
+def _training_problems(config: Config) -> Problems:
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    if not policy.sequence_packing.enabled:
+        yield "policy.sequence_packing.enabled", "must be true: all training is on packed rows"
+    if not megatron.enabled:
+        yield f"{_MEGATRON}.enabled", "must be true: there is no other backend"
+    if megatron.pipeline_dtype != policy.precision:
+        yield f"{_MEGATRON}.pipeline_dtype", f"must equal policy.precision, {policy.precision}"
+    if megatron.optimizer.clip_grad != policy.max_grad_norm:
+        allowed = f"must equal policy.max_grad_norm, {policy.max_grad_norm}; write ${{policy.max_grad_norm}}"
+        yield f"{_MEGATRON}.optimizer.clip_grad", allowed
+    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    if low is not None and high is not None and low > high:
+        yield "grpo.advantage_clip_low", f"must be at most grpo.advantage_clip_high, {high}"
+
+
+def _learning_rate_problems(config: Config) -> Problems:
+    lr, scheduler = config.policy.megatron_cfg.optimizer.lr, config.policy.megatron_cfg.scheduler
+    for key in (f"{_MEGATRON}.optimizer.min_lr", f"{_MEGATRON}.scheduler.lr_warmup_init"):
+        if attrgetter(key)(config) > lr:
+            yield key, f"must be at most {_MEGATRON}.optimizer.lr, {lr}"
+    if scheduler.lr_decay_iters is not None and scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
+        key = f"{_MEGATRON}.scheduler.lr_warmup_iters"
+        yield key, f"must be below lr_decay_iters, {scheduler.lr_decay_iters}"
+
+
+# What may be null is the schema's to say: null is in every range.
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        """grpo.num_prompts_per_step grpo.max_num_epochs grpo.max_num_steps grpo.max_val_samples
+        grpo.val_num_generations_per_prompt checkpointing.save_period checkpointing.keep_top_k
+        policy.train_global_batch_size policy.train_micro_batch_size policy.logprob_batch_size
+        policy.max_total_sequence_length policy.logprob_chunk_size policy.generation.max_new_tokens
+        policy.sequence_packing.train_mb_tokens policy.sequence_packing.logprob_mb_tokens
+        policy.megatron_cfg.tensor_model_parallel_size policy.megatron_cfg.pipeline_model_parallel_size
+        policy.megatron_cfg.context_parallel_size policy.megatron_cfg.scheduler.lr_decay_iters
+        data.max_input_seq_length env.math.num_workers cluster.gpus_per_node cluster.num_nodes
+        dppo.packing.window dppo.reward.max_answer_chars dppo.rollout.max_cache_tokens""",
+    ),
+    (
+        "at least 2: a group of one has no advantage",
+        lambda value: value >= 2,
+        "grpo.num_generations_per_prompt",
+    ),
+    ("a period, or 0 or -1 for never", lambda value: value >= -1, "grpo.val_period"),
+    (
+        "above 0",
+        lambda value: value > 0,
+        """policy.generation.temperature policy.refit_buffer_size_gb policy.megatron_cfg.optimizer.lr
+        policy.megatron_cfg.optimizer.adam_eps loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value
+        dppo.reward.time_limit_seconds""",
+    ),
+    (
+        "at least 0",
+        lambda value: value >= 0,
+        """loss_fn.reference_policy_kl_penalty loss_fn.ratio_clip_min loss_fn.ratio_clip_max
+        policy.max_grad_norm policy.megatron_cfg.optimizer.min_lr policy.megatron_cfg.optimizer.weight_decay
+        policy.megatron_cfg.scheduler.lr_warmup_iters policy.megatron_cfg.scheduler.lr_warmup_init
+        policy.megatron_cfg.scheduler.start_weight_decay policy.megatron_cfg.scheduler.end_weight_decay
+        dppo.audit.period""",
+    ),
+    ("above 1", lambda value: value > 1, "loss_fn.ratio_clip_c"),
+    (
+        "at least 0 and below 1",
+        lambda value: 0 <= value < 1,
+        """policy.megatron_cfg.optimizer.adam_beta1 policy.megatron_cfg.optimizer.adam_beta2
+        dppo.prompt_pruning.rate dppo.prompt_pruning.ema_decay dppo.completion_pruning.rate""",
+    ),
+    (
+        "above 0 and at most 1",
+        lambda value: 0 < value <= 1,
+        "dppo.prompt_pruning.min_keep_probability dppo.completion_pruning.min_keep_probability",
+    ),
+)
+
+# Values that the schema admits and nothing does yet.
+_NOT_YET: dict[str, tuple[object, ...]] = {
+    "dppo.rollout.engine": ("auto", "embedded"),
+    "dppo.prompt_pruning.refill": (False,),
+    "dppo.audit.period": (0,),
+    "dppo.fp8_emulate": (False,),
+}
+
+_RULES: tuple[Callable[[Config], Problems], ...] = (
+    _range_problems,
+    _absent_problems,
+    _size_problems,
+    _sampling_problems,
+    _length_problems,
+    _denominator_problems,
+    _pruning_problems,
+    _training_problems,
+    _learning_rate_problems,
+)

@@ -1,0 +1,186 @@
+"""What a configuration comes to before anything runs: layout, batch arithmetic, padding, refusals."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from dppo_megatron.architecture import Architecture
+from dppo_megatron.config.schema import ClusterConfig, GrpoConfig, MegatronConfig
+
+_MEGATRON = "policy.megatron_cfg"
+
+# Key, and what is allowed there.
+Problems = Iterator[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the mesh's axes; sequence_parallel is false where tp is 1, which leaves nothing to shard."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    sequence_parallel: bool
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.tp * self.pp * self.cp * self.dp
+
+
+def resolve_layout(cluster: ClusterConfig, *, megatron: MegatronConfig) -> Layout:
+    """Divide the cluster's processes over the axes; data parallelism takes what the others leave.
+
+    Raises: ValueError when a model replica's size does not divide the number of processes.
+    """
+    problems = layout_problems(cluster, megatron=megatron)
+    raise_problems(f"{key} = {cluster.gpus_per_node}: {allowed}" for key, allowed in problems)
+    tp, pp, cp = _model_axes(megatron)
+    dp = cluster.gpus_per_node * cluster.num_nodes // (tp * pp * cp)
+    return Layout(tp, pp, cp, dp, sequence_parallel=megatron.sequence_parallel and tp > 1)
+
+
+def _model_axes(megatron: MegatronConfig) -> tuple[int, int, int]:
+    return (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.context_parallel_size,
+    )
+
+
+def layout_problems(cluster: ClusterConfig, *, megatron: MegatronConfig) -> Problems:
+    tp, pp, cp = _model_axes(megatron)
+    processes = cluster.gpus_per_node * cluster.num_nodes
+    if min(tp, pp, cp, processes) < 1 or processes % (tp * pp * cp):
+        yield (
+            "cluster.gpus_per_node",
+            f"times cluster.num_nodes = {cluster.num_nodes} must be a positive multiple of "
+            f"{_MEGATRON}.tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size "
+            f"= {tp} * {pp} * {cp}",
+        )
+
+
+def check_layout(shape: Architecture, *, layout: Layout, megatron: MegatronConfig) -> None:
+    """Check that the model can be cut as the layout asks.
+
+    Raises: ValueError naming every size that does not divide.
+    """
+    raise_problems([*_tensor_problems(shape, tp=layout.tp), *_stage_problems(shape, pp=layout.pp, megatron=megatron)])
+
+
+def _tensor_problems(shape: Architecture, *, tp: int) -> Iterator[str]:
+    start = f"{_MEGATRON}.tensor_model_parallel_size = {tp}: must divide the model's"
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(shape, name) % tp:
+            yield f"{start} {name}, {getattr(shape, name)}"
+    # With fewer key-value heads than ranks megatron-core lets several ranks share each.
+    if shape.num_key_value_heads % tp and tp % shape.num_key_value_heads:
+        yield f"{start} num_key_value_heads, {shape.num_key_value_heads}, or be a multiple of it"
+
+
+def _stage_problems(shape: Architecture, *, pp: int, megatron: MegatronConfig) -> Iterator[str]:
+    layers, stages = shape.num_layers, pp
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        size = getattr(megatron, name)
+        if size is not None:
+            layers, stages = layers - size, stages - 1
+            if size < 1:
+                yield f"{_MEGATRON}.{name} = {size}: must be at least 1, or null"
+    if layers == stages == 0:
+        return
+    if layers < 1 or stages < 1 or layers % stages:
+        yield (
+            f"{_MEGATRON}.pipeline_model_parallel_size = {pp}: must divide the model's {shape.num_layers} layers; "
+            f"num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage leave {layers} for "
+            f"{stages} stages"
+        )
+
+
+def layers_of_stages(num_layers: int, *, megatron: MegatronConfig) -> tuple[tuple[int, ...], ...]:
+    """The layers of each pipeline stage, in order, of a model that ``check_layout`` accepts.
+
+    Source: ``megatron.core.transformer.transformer_block.get_num_layers_to_build``.
+    """
+    pp = megatron.pipeline_model_parallel_size
+    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
+    fixed = {0: first, pp - 1: last} if pp > 1 else {}
+    counts = [fixed.get(stage) for stage in range(pp)]
+    left = num_layers - sum(count or 0 for count in counts)
+    each = left // max(sum(count is None for count in counts), 1)
+    bounds = list(itertools.accumulate((each if count is None else count for count in counts), initial=0))
+    assert bounds[-1] == num_layers
+    return tuple(tuple(range(*ends)) for ends in itertools.pairwise(bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingMultiples:
+    """What each sequence and each row is padded to, tokens."""
+
+    sequence: int
+    row: int
+
+
+def padding_multiples(layout: Layout, *, alignment: int = 1) -> PaddingMultiples:
+    """The least paddings that the layout can cut.
+
+    Context parallelism cuts each sequence into 2 * cp chunks; sequence parallelism cuts a rank's tokens by
+    tp. alignment: what the tokens that one rank holds must divide by (FP8), tokens.
+    """
+    sequence = 2 * layout.cp if layout.cp > 1 else 1
+    shards = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+    return PaddingMultiples(sequence=sequence, row=math.lcm(sequence, alignment * shards))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArithmetic:
+    """How one step's candidates, before any pruning, become optimizer steps."""
+
+    num_prompts: int
+    num_generations: int
+    num_minibatches: int
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions of a step's candidates."""
+        return self.num_prompts * self.num_generations
+
+    @property
+    def prompts_per_minibatch(self) -> int:
+        """Candidates of each optimizer step."""
+        return self.num_prompts // self.num_minibatches
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the rollouts' weights are those of every update: one optimizer step a rollout batch."""
+        return self.num_minibatches == 1
+
+
+def batch_arithmetic(grpo: GrpoConfig, *, train_global_batch_size: int) -> BatchArithmetic:
+    """Divide the unpruned prompts * generations into optimizer steps of whole groups.
+
+    Raises: ValueError when they do not divide.
+    """
+    problems = batch_problems(grpo, train_global_batch_size=train_global_batch_size)
+    raise_problems(f"{key} = {train_global_batch_size}: {allowed}" for key, allowed in problems)
+    prompts, generations = grpo.num_prompts_per_step, grpo.num_generations_per_prompt
+    return BatchArithmetic(prompts, generations, prompts * generations // train_global_batch_size)
+
+
+def batch_problems(grpo: GrpoConfig, *, train_global_batch_size: int) -> Problems:
+    prompts, generations = grpo.num_prompts_per_step, grpo.num_generations_per_prompt
+    sizes = (prompts, generations, train_global_batch_size)
+    if min(sizes) < 1 or prompts * generations % sizes[2] or sizes[2] % generations:
+        yield (
+            "policy.train_global_batch_size",
+            "must divide grpo.num_prompts_per_step * grpo.num_generations_per_prompt = "
+            f"{prompts} * {generations}, and be a multiple of grpo.num_generations_per_prompt",
+        )
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raise one ValueError with a line a problem, if there are any."""
+    lines = list(problems)
+    if lines:
+        raise ValueError("\n".join(lines))

@@ -1,0 +1,367 @@
+"""Prompts: reading a data set, and the stream of candidates that training takes from it."""
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from string import Formatter
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jinja2 import TemplateError
+
+from dppo_megatron.batches import IntArray, PromptBatch, Purpose, Ragged
+from dppo_megatron.config.schema import DatasetConfig, TokenizerConfig
+from dppo_megatron.rl.draws import Draws
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDataset:
+    """The prompts of one file, in its order, tokenised.
+
+    prompt_ids: int64 [rows], blake2b hash (8 bytes) of the token ids. tokens: int32 rows.
+    texts: [rows], the file's own text, before any template. answers: [rows].
+    """
+
+    prompt_ids: IntArray
+    tokens: Ragged
+    texts: tuple[str, ...]
+    answers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.prompt_ids) == len(self.tokens) == len(self.texts) == len(self.answers) > 0
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    line: int
+    text: str
+    answer: str
+
+
+def load_prompts(
+    config: DatasetConfig,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer_config: TokenizerConfig,
+    max_prompt_tokens: int,
+) -> PromptDataset:
+    """Read a JSONL file of prompts and answers and tokenise it.
+
+    Blank lines are skipped. Prompts of more than ``max_prompt_tokens`` tokens are dropped, and repeated
+    prompts kept; both are counted in the log.
+
+    Raises ValueError on a missing or empty file, on bad rows (file and line of the first five), on one prompt
+    with different answers, on a template that cannot be used, and where every prompt is too long.
+    """
+    rows = _read_rows(Path(config.data_path), config=config)
+    token_rows = _encode(
+        [row.text for row in rows], config=config, tokenizer=tokenizer, tokenizer_config=tokenizer_config
+    )
+    _raise_bad_rows(
+        config.data_path,
+        (f"{row.line}: the prompt has no tokens" for row, ids in zip(rows, token_rows, strict=True) if not ids),
+    )
+    fits = [0 < len(ids) <= max_prompt_tokens for ids in token_rows]
+    if not any(fits):
+        raise ValueError(
+            f"{config.data_path}: all {len(rows)} prompts are longer than {max_prompt_tokens} tokens (the "
+            f"shortest has {min(map(len, token_rows))}); raise data.max_input_seq_length and what bounds it"
+        )
+    if not all(fits):
+        logger.warning(
+            "%s: dropped %d of %d prompts, longer than %d tokens",
+            config.data_path,
+            fits.count(False),
+            len(rows),
+            max_prompt_tokens,
+        )
+    rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
+    tokens = Ragged.from_rows(ids for ids, fit in zip(token_rows, fits, strict=True) if fit)
+    prompt_ids = np.array([_hash_tokens(tokens[row]) for row in range(len(tokens))], np.int64)
+    _check_repeats(rows, prompt_ids=prompt_ids, path=config.data_path)
+    return PromptDataset(
+        prompt_ids=prompt_ids,
+        tokens=tokens,
+        texts=tuple(row.text for row in rows),
+        answers=tuple(row.answer for row in rows),
+    )
+
+
+def _read_rows(path: Path, *, config: DatasetConfig) -> list[_Row]:
+    if not path.is_file():
+        raise ValueError(f"data_path is {config.data_path!r}; there is no such file in {Path.cwd()}")
+    rows: list[_Row] = []
+    problems: list[str] = []
+    # Split as bytes: str.splitlines would also split inside JSON strings that hold U+2028.
+    for line, content in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not content.strip():
+            continue
+        row = _parse_row(content, line=line, config=config)
+        if isinstance(row, _Row):
+            rows.append(row)
+        else:
+            problems.append(f"{line}: {row}")
+    _raise_bad_rows(config.data_path, problems)
+    if not rows:
+        raise ValueError(f"{config.data_path}: the file has no rows; it needs one JSON object a line")
+    return rows
+
+
+def _parse_row(content: bytes, *, line: int, config: DatasetConfig) -> "_Row | str":
+    """One row, or what is wrong with it and what to do."""
+    try:
+        row = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({error}); each line must be one JSON object"
+    if not isinstance(row, dict):
+        return f"a {type(row).__name__}; each line must be one JSON object"
+    for field, key in (("input_key", config.input_key), ("output_key", config.output_key)):
+        if key not in row:
+            return f"no key {key!r}, only {', '.join(map(repr, row)) or 'none'}; set {field}"
+    text, answer = row[config.input_key], row[config.output_key]
+    if not isinstance(text, str):
+        return f"{config.input_key!r} is a {type(text).__name__}; it must be a string"
+    if not text.strip():
+        return f"{config.input_key!r} is empty; remove the row"
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if not (isinstance(answer, str) or is_number):
+        return f"{config.output_key!r} is {answer!r:.40}; it must be a string or a finite number"
+    return _Row(line=line, text=text, answer=str(answer))
+
+
+def _raise_bad_rows(path: str, problems: Iterable[str]) -> None:
+    problems = list(problems)
+    if problems:
+        shown = "".join(f"\n  {path}:{problem}" for problem in problems[:_MAX_SHOWN])
+        more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+        raise ValueError(f"{path}: {len(problems)} bad rows{shown}{more}")
+
+
+def _check_repeats(rows: Sequence[_Row], *, prompt_ids: IntArray, path: str) -> None:
+    _, first_rows, groups = np.unique(prompt_ids, return_index=True, return_inverse=True)
+    firsts = (rows[first] for first in first_rows[groups])
+    _raise_bad_rows(
+        path,
+        (
+            f"{row.line}: the prompt of line {first.line} with another answer "
+            f"({row.answer!r:.40}, there {first.answer!r:.40}); keep one"
+            for row, first in zip(rows, firsts, strict=True)
+            if row.answer != first.answer
+        ),
+    )
+    if num_repeats := len(rows) - len(first_rows):
+        logger.warning(
+            "%s: %d of %d prompts repeat an earlier one; they share its history", path, num_repeats, len(rows)
+        )
+
+
+def _hash_tokens(tokens: np.ndarray) -> int:
+    digest = blake2b(tokens.astype("<i4").tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _encode(
+    texts: Sequence[str],
+    *,
+    config: DatasetConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer_config: TokenizerConfig,
+) -> list[list[int]]:
+    """Token ids of each prompt, templates applied, in one call of the tokenizer."""
+    prompt_template = _read_prompt_file(config.prompt_file)
+    system = None if config.system_prompt_file is None else _read_file(config.system_prompt_file)
+    prompts = [prompt_template.format(text) for text in texts]
+    if tokenizer_config.chat_template is None:
+        prompts = [(system or "") + prompt for prompt in prompts]
+        prefix = _special_prefix(prompts[0], tokenizer=tokenizer)
+    else:
+        prompts = _apply_chat_template(prompts, system=system, tokenizer=tokenizer, tokenizer_config=tokenizer_config)
+        prefix = []  # a chat template writes its own special tokens
+    return [prefix + ids for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
+
+
+def _special_prefix(text: str, *, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """What the tokenizer itself puts before a text (bos, or nothing), without what it may put after."""
+    full: list[int] = tokenizer(text)["input_ids"]
+    bare: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return next(full[:cut] for cut in range(len(full) + 1) if full[cut : cut + len(bare)] == bare)
+
+
+def _apply_chat_template(
+    prompts: Sequence[str],
+    *,
+    system: str | None,
+    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer_config: TokenizerConfig,
+) -> list[str]:
+    head = [] if system is None else [{"role": "system", "content": system}]
+    try:
+        rendered = tokenizer.apply_chat_template(
+            [[*head, {"role": "user", "content": prompt}] for prompt in prompts],
+            chat_template=_chat_template(tokenizer_config, tokenizer=tokenizer),
+            add_generation_prompt=True,
+            tokenize=False,
+            **(tokenizer_config.chat_template_kwargs or {}),
+        )
+    except TemplateError as error:
+        raise ValueError(f"policy.tokenizer.chat_template cannot render the prompts: {error}") from error
+    return [str(prompt) for prompt in rendered]
+
+
+def _chat_template(config: TokenizerConfig, *, tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """The Jinja template to use, None for the tokenizer's own."""
+    template = config.chat_template
+    assert template is not None
+    if template == "default":
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"policy.tokenizer.chat_template is 'default', but the tokenizer of {config.name} has no chat "
+                "template; set policy.tokenizer.chat_template: null for raw prompts, or give a template"
+            )
+        return None
+    if "{{" in template or "{%" in template:
+        return template
+    if not Path(template).is_file():
+        raise ValueError(
+            f"policy.tokenizer.chat_template is {template!r}; it must be 'default', null, a Jinja template, "
+            "or the path of a file that holds one"
+        )
+    return Path(template).read_text(encoding="utf-8")
+
+
+def _read_prompt_file(path: str | None) -> str:
+    """A template for str.format with one place for the prompt, ``{}``."""
+    if path is None:
+        return "{}"
+    template = _read_file(path)
+    try:
+        places = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"prompt_file {path}: {error}; write other braces as {{{{ and }}}}") from error
+    if places != [""]:
+        raise ValueError(
+            f"prompt_file {path}: it must hold {{}} once, for the prompt, and other braces as {{{{ and }}}}; "
+            f"it has {len(places)} places: {', '.join('{' + name + '}' for name in places) or 'none'}"
+        )
+    return template
+
+
+def _read_file(path: str) -> str:
+    if not Path(path).is_file():
+        raise ValueError(f"prompt_file or system_prompt_file is {path!r}; there is no such file")
+    return Path(path).read_text(encoding="utf-8")
+
+
+class Prompts:
+    """The endless stream of training candidates: one permutation of the data set after another.
+
+    Each epoch visits every row once; its order is a function of the seed and the epoch alone. A step may span
+    epochs, so ``steps_per_epoch`` (rounded up) is where the first epoch ends.
+
+    Raises ValueError on fewer prompts a step than mini-batches.
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        *,
+        num_prompts_per_step: int,
+        num_minibatches: int,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        if not 1 <= num_minibatches <= num_prompts_per_step:
+            raise ValueError(
+                f"grpo.num_prompts_per_step is {num_prompts_per_step} for {num_minibatches} optimizer steps a "
+                "rollout batch; each needs at least one prompt"
+            )
+        self._dataset = dataset
+        self._num_prompts = num_prompts_per_step
+        self._shuffle = shuffle
+        self._seed = seed
+        self._minibatches = np.arange(num_prompts_per_step, dtype=np.int64) * num_minibatches
+        self._minibatches //= num_prompts_per_step
+        self._cursor = 0
+        self._order = (-1, np.zeros(0, np.int64))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that it takes to see every prompt once."""
+        return -(-len(self._dataset) // self._num_prompts)
+
+    def next_batch(self) -> PromptBatch:
+        """The next step's candidates, assigned to mini-batches in contiguous equal chunks, all weights 1."""
+        places = np.arange(self._cursor, self._cursor + self._num_prompts)
+        self._cursor += self._num_prompts
+        epochs, positions = np.divmod(places, len(self._dataset))
+        rows = [self._epoch_order(int(epoch))[positions[epochs == epoch]] for epoch in np.unique(epochs)]
+        return _batch(self._dataset, rows=np.concatenate(rows), minibatches=self._minibatches)
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint needs: candidates taken so far, and the size of the data set."""
+        return {"cursor": self._cursor, "num_rows": len(self._dataset)}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on where the saved stream stood.
+
+        Raises ValueError where it was a stream over a data set of another size.
+        """
+        if state["num_rows"] != len(self._dataset):
+            raise ValueError(
+                f"the checkpoint's data set has {state['num_rows']} prompts, data.train.data_path gives "
+                f"{len(self._dataset)}; resume with the same data"
+            )
+        self._cursor = state["cursor"]
+
+    def _epoch_order(self, epoch: int) -> IntArray:
+        if self._order[0] != epoch:
+            order = np.arange(len(self._dataset))
+            if self._shuffle:
+                words = Draws(seed=self._seed, step=epoch).words(Purpose.SHUFFLE, order)
+                order = np.argsort(words, kind="stable")
+            self._order = (epoch, order)
+        return self._order[1]
+
+
+def validation_batch(dataset: PromptDataset, *, max_samples: int) -> PromptBatch:
+    """The first ``max_samples`` prompts of a data set, in file order, as one mini-batch."""
+    assert max_samples > 0
+    rows = np.arange(min(max_samples, len(dataset)))
+    return _batch(dataset, rows=rows, minibatches=np.zeros(len(rows), np.int64))
+
+
+def _batch(dataset: PromptDataset, *, rows: IntArray, minibatches: IntArray) -> PromptBatch:
+    prompt_ids = dataset.prompt_ids[rows]
+    return PromptBatch(
+        prompt_ids=prompt_ids,
+        occurrences=_count_earlier(prompt_ids),
+        minibatches=minibatches,
+        tokens=dataset.tokens.take(rows),
+        texts=tuple(dataset.texts[row] for row in rows),
+        answers=tuple(dataset.answers[row] for row in rows),
+        weights=np.ones(len(rows)),
+        num_candidates=np.bincount(minibatches).astype(np.int64),
+    )
+
+
+def _count_earlier(values: IntArray) -> IntArray:
+    """How many times each value stands earlier, int64 [P]."""
+    order = np.argsort(values, kind="stable")
+    _, starts, sizes = np.unique(values[order], return_index=True, return_counts=True)
+    counts = np.empty(len(values), np.int64)
+    counts[order] = np.arange(len(values)) - np.repeat(starts, sizes)
+    return counts

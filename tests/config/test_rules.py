@@ -1,0 +1,161 @@
+"""Claims about the configurations that are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.config.loader import load_config
+from dppo_megatron.config.rules import check_config
+from dppo_megatron.config.schema import Config
+
+BASE = """
+policy: {model_name: some/model, generation: {max_new_tokens: 256}}
+data:
+  train: {data_path: train.jsonl}
+"""
+PRUNING = ("dppo.enabled=true", "dppo.denominator=estimated_tokens")
+
+
+def load(folder: Path, *overrides: str) -> Config:
+    path = folder / "run.yaml"
+    path.write_text(BASE)
+    return load_config(path, overrides).config
+
+
+def refused(config: Config) -> list[str]:
+    try:
+        check_config(config)
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        PRUNING,
+        ("dppo.denominator=constant",),
+        ("loss_fn.token_level_loss=false", "dppo.enabled=true"),
+        ("dppo.prompt_pruning.enabled=false",),
+        ("dppo.enabled=false", "dppo.denominator=estimated_tokens"),
+        ("dppo.enabled=false", "dppo.completion_pruning.rate=0.99"),
+        (*PRUNING, "dppo.completion_pruning.policy=top", "dppo.completion_pruning.rate=0.99"),
+        (*PRUNING, "dppo.completion_pruning.rate=0.9", "dppo.completion_pruning.min_keep_probability=0.1"),
+        (*PRUNING, "dppo.completion_pruning.policy=threshold", "dppo.completion_pruning.scope=group"),
+        ("policy.generation.backend=megatron", "dppo.enabled=false", "dppo.rollout.engine=embedded"),
+        ("loss_fn.force_on_policy_ratio=true",),
+        ("policy.precision=float32",),
+        ("grpo.val_period=0",),
+        ("policy.max_total_sequence_length=4096",),
+    ],
+)
+def test_a_sound_configuration_is_accepted(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    assert refused(load(tmp_path, *overrides)) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("policy.generation.top_p=0.9", "truncated sampling biases training"),
+        ("policy.generation.top_k=50", "truncated sampling biases training"),
+        ("policy.generation.temperature=0", "must be above 0"),
+        ("policy.generation.max_new_tokens=512", "room for a prompt in policy.max_total_sequence_length = 512"),
+        ("policy.generation.backend=megatron", "unless dppo.rollout.engine is embedded"),
+        ("data.max_input_seq_length=513", "must be at most policy.max_total_sequence_length = 512"),
+        ("policy.sequence_packing.train_mb_tokens=511", "one sequence of policy.max_total_sequence_length"),
+        ("policy.sequence_packing.logprob_mb_tokens=511", "one sequence of policy.max_total_sequence_length"),
+        ("policy.sequence_packing.enabled=false", "must be true"),
+        ("policy.megatron_cfg.enabled=false", "must be true"),
+        ("policy.megatron_cfg.pipeline_dtype=float32", "must equal policy.precision, bfloat16"),
+        ("policy.megatron_cfg.optimizer.clip_grad=0.5", "must equal policy.max_grad_norm, 1.0"),
+        ("policy.megatron_cfg.optimizer.min_lr=1", "must be at most policy.megatron_cfg.optimizer.lr, 5e-06"),
+        ("policy.megatron_cfg.scheduler.lr_warmup_init=1", "must be at most"),
+        ("policy.megatron_cfg.scheduler.lr_warmup_iters=1000", "must be below lr_decay_iters, 1000"),
+        ("policy.megatron_cfg.optimizer.adam_beta1=1", "must be at least 0 and below 1"),
+        ("policy.train_global_batch_size=100", "must divide grpo.num_prompts_per_step"),
+        ("cluster.gpus_per_node=0", "must be at least 1"),
+        ("grpo.num_generations_per_prompt=1", "must be at least 2"),
+        ("grpo.val_period=-2", "must be a period, or 0 or -1 for never"),
+        ("checkpointing.save_period=0", "must be at least 1"),
+        ("loss_fn.ratio_clip_c=1.0", "must be above 1"),
+        ("loss_fn.ratio_clip_min=-0.1", "must be at least 0"),
+        ("loss_fn.reference_policy_kl_penalty=nan", "must be finite"),
+        ("policy.megatron_cfg.optimizer.lr=inf", "must be finite"),
+        ("dppo.packing.window=0", "must be at least 1"),
+        ("dppo.rollout.max_cache_tokens=0", "must be at least 1"),
+        ("dppo.prompt_pruning.rate=1.0", "must be at least 0 and below 1"),
+        ("dppo.prompt_pruning.ema_decay=1", "must be at least 0 and below 1"),
+        ("dppo.prompt_pruning.min_keep_probability=0", "must be above 0 and at most 1"),
+        ("dppo.completion_pruning.min_keep_probability=1.1", "must be above 0 and at most 1"),
+        ("dppo.prompt_pruning.rate=0.81", "1 - dppo.prompt_pruning.min_keep_probability, 1 - 0.2"),
+        ("dppo.completion_pruning.rate=0.96", "1 - dppo.completion_pruning.min_keep_probability, 1 - 0.05"),
+        ("dppo.completion_pruning.scope=group", "is for policy threshold, not neyman"),
+        ("dppo.rollout.engine=vllm", "not yet available; use 'auto' or 'embedded'"),
+        ("dppo.prompt_pruning.refill=true", "not yet available; use False"),
+        ("dppo.audit.period=10", "not yet available; use 0"),
+        ("dppo.fp8_emulate=true", "not yet available; use False"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_key_and_value(tmp_path: Path, override: str, reason: str) -> None:
+    config = load(tmp_path, *PRUNING, override)
+    key, _, value = override.partition("=")
+    lines = [line for line in refused(config) if line.startswith(f"{key} = ")]
+    assert any(reason in line for line in lines), refused(config)
+    assert value.strip("'").lower().rstrip("0.") in lines[0].lower()
+
+
+def test_the_row_cap_must_hold_the_longest_sequence_as_padded(tmp_path: Path) -> None:
+    overrides = (
+        "policy.megatron_cfg.context_parallel_size=3",
+        "cluster.gpus_per_node=3",
+        "policy.sequence_packing.train_mb_tokens=515",
+    )
+    (line,) = refused(load(tmp_path, *overrides))
+    assert "516 tokens when padded to a multiple of 6" in line
+    assert not refused(load(tmp_path, *overrides[:2], "policy.sequence_packing.train_mb_tokens=516"))
+
+
+def test_a_token_mean_under_prompt_pruning_names_the_three_ways_out(tmp_path: Path) -> None:
+    (line,) = refused(load(tmp_path, "dppo.enabled=true"))
+    assert line.startswith("dppo.denominator = 'candidates': ")
+    for way_out in (
+        ("loss_fn.token_level_loss", "false"),
+        ("dppo.denominator", "constant"),
+        ("dppo.denominator", "estimated_tokens"),
+    ):
+        assert ": ".join(way_out) in line
+        assert not refused(load(tmp_path, "dppo.enabled=true", "=".join(way_out)))
+
+
+@pytest.mark.parametrize("denominator", ["constant", "estimated_tokens"])
+def test_a_denominator_of_tokens_contradicts_a_sequence_mean(tmp_path: Path, denominator: str) -> None:
+    config = load(tmp_path, "loss_fn.token_level_loss=false", f"dppo.denominator={denominator}")
+    (line,) = refused(config)
+    assert line.startswith(f"dppo.denominator = '{denominator}': counts tokens")
+
+
+def test_estimated_tokens_without_prompt_pruning_is_refused(tmp_path: Path) -> None:
+    (line,) = refused(load(tmp_path, *PRUNING, "dppo.prompt_pruning.enabled=false"))
+    assert "needs dppo.prompt_pruning.enabled" in line
+
+
+def test_an_on_policy_ratio_needs_one_optimizer_step(tmp_path: Path) -> None:
+    config = load(tmp_path, "loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=128")
+    (line,) = refused(config)
+    assert line.startswith("loss_fn.force_on_policy_ratio = True: ")
+    assert "makes it 4" in line
+
+
+def test_advantage_clips_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
+    (line,) = refused(load(tmp_path, "grpo.advantage_clip_low=2", "grpo.advantage_clip_high=1"))
+    assert line.startswith("grpo.advantage_clip_low = 2.0: ")
+
+
+def test_all_problems_are_raised_together(tmp_path: Path) -> None:
+    lines = refused(load(tmp_path, "policy.generation.top_p=0.9", "grpo.max_num_steps=0", "dppo.enabled=true"))
+    assert [line.split(" = ")[0] for line in lines] == [
+        "grpo.max_num_steps",
+        "policy.generation.top_p",
+        "dppo.denominator",
+    ]

@@ -1,0 +1,121 @@
+"""The quickstart, pruning at both levels, on one process and on TP2, PP2 and DP2."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dppo_megatron import metric_names
+from dppo_megatron.rl.replay import Sample, read_samples, samples_path
+
+WORKER = Path(__file__).with_name("run_worker.py")
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+MEGATRON = "policy.megatron_cfg"
+LAYOUTS = {
+    "tp2": [f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.sequence_parallel=true"],
+    "pp2": [f"{MEGATRON}.pipeline_model_parallel_size=2"],
+    "dp2": [f"{MEGATRON}.optimizer.use_distributed_optimizer=true"],
+}
+NUM_STEPS = 4
+
+
+def overrides(model: Path, run: Path) -> list[str]:
+    """A short quickstart with a small history window, so that prompts are pruned within the first steps."""
+    return [
+        f"policy.model_name={model}",
+        f"logger.log_dir={run}",
+        f"grpo.max_num_steps={NUM_STEPS}",
+        "grpo.num_prompts_per_step=16",
+        "policy.train_global_batch_size=64",  # two optimizer steps a rollout batch
+        "policy.sequence_packing.train_mb_tokens=256",
+        f"data.train.data_path={run.parent}/train.jsonl",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+        "checkpointing.enabled=false",
+        "dppo.save_hf=false",
+        "logger.tensorboard_enabled=false",
+        "dppo.prompt_pruning.enabled=true",
+        "dppo.prompt_pruning.rate=0.3",
+        "dppo.completion_pruning.policy=neyman",
+        "dppo.reward.function=partial_credit:score",
+        f"dppo.rollout.record_dir={run}",
+    ]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run left behind."""
+
+    samples: list[list[Sample]]
+    losses: list[float]
+    mismatches: list[float]
+
+
+def read_run(run: Path) -> Recorded:
+    """Read samples and losses."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return Recorded(
+        samples=[read_samples(samples_path(run, step=step)) for step in range(NUM_STEPS)],
+        losses=[line[metric_names.LOSS] for line in lines],
+        mismatches=[line[metric_names.SAMPLER_MISMATCH] for line in lines],
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, launch) -> dict[str, Recorded]:
+    """Free runs and replays of the single process's samples, by name."""
+    root = tmp_path_factory.mktemp("runs")
+    # 24 prompts for 16 a step: from the second step on there is history to prune by.
+    rows = (tiny_model / "data" / "train.jsonl").read_text().splitlines()[:24]
+    (root / "train.jsonl").write_text("\n".join(rows))
+    one = [str(QUICKSTART), *overrides(tiny_model, root / "one")]
+    launch(WORKER, json.dumps([one]), num_processes=1)
+    jobs = []
+    for name, layout in LAYOUTS.items():
+        free = [str(QUICKSTART), *overrides(tiny_model, root / name), "cluster.gpus_per_node=2", *layout]
+        replay = [str(QUICKSTART), *overrides(tiny_model, root / f"{name}_replay"), "cluster.gpus_per_node=2"]
+        jobs += [free, [*replay, *layout, f"dppo.rollout.replay_dir={root / 'one'}"]]
+    launch(WORKER, json.dumps(jobs), num_processes=2)
+    return {path.name: read_run(path) for path in root.iterdir() if path.is_dir()}
+
+
+def decisions(sample: Sample) -> tuple:
+    """Everything that pruning decided of a sample, floats bit for bit."""
+    return (*sample.key, sample.kept, sample.weight, sample.keep_probability, sample.prompt_keep_probability)
+
+
+def test_a_run_prunes_at_both_levels(runs: dict[str, Recorded]) -> None:
+    # Otherwise the comparisons below would compare nothing.
+    samples = [sample for step in runs["one"].samples for sample in step]
+    assert any(sample.prompt_keep_probability < 1 for sample in samples)
+    assert any(0 < sample.keep_probability < 1 for sample in samples)
+    assert any(len(step) < 16 * 8 for step in runs["one"].samples)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_step_samples_the_same_completions_on_every_layout(layout: str, runs: dict[str, Recorded]) -> None:
+    one, other = runs["one"].samples[0], runs[layout].samples[0]
+    assert [(sample.key, sample.token_ids) for sample in other] == [(sample.key, sample.token_ids) for sample in one]
+    for mine, theirs in zip(other, one, strict=True):
+        np.testing.assert_allclose(mine.sampled_logprobs, theirs.sampled_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_under_replay_decisions_and_weights_are_identical_on_every_layout(
+    layout: str, runs: dict[str, Recorded]
+) -> None:
+    for mine, theirs in zip(runs[f"{layout}_replay"].samples, runs["one"].samples, strict=True):
+        assert [decisions(sample) for sample in mine] == [decisions(sample) for sample in theirs]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_under_replay_the_loss_is_the_same_on_every_layout(layout: str, runs: dict[str, Recorded]) -> None:
+    np.testing.assert_allclose(runs[f"{layout}_replay"].losses, runs["one"].losses, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["one", *LAYOUTS])
+def test_trainer_and_sampler_agree_on_the_sampled_tokens(layout: str, runs: dict[str, Recorded]) -> None:
+    # It is measured against the policy that sampled, also in the second update of a rollout batch.
+    assert max(runs[layout].mismatches) < 1e-4

@@ -1,0 +1,153 @@
+"""Claims about the plan: layouts, padding, batch arithmetic, and the configurations that are refused."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from dppo_megatron.architecture import Architecture, read_architecture
+from dppo_megatron.config.schema import ClusterConfig, GrpoConfig, MegatronConfig
+from dppo_megatron.plan import (
+    BatchArithmetic,
+    Layout,
+    batch_arithmetic,
+    check_layout,
+    padding_multiples,
+    resolve_layout,
+)
+
+HF_CONFIG = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+SHAPE = read_architecture(HF_CONFIG)
+
+
+def layout(*, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False) -> Layout:
+    return Layout(tp=tp, pp=pp, cp=cp, dp=1, sequence_parallel=sp)
+
+
+def accepts(
+    shape: Architecture, *, tp: int = 1, pp: int = 1, first: int | None = None, last: int | None = None
+) -> bool:
+    megatron = MegatronConfig(num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last)
+    try:
+        check_layout(shape, layout=layout(tp=tp, pp=pp), megatron=megatron)
+    except ValueError:
+        return False
+    return True
+
+
+def megatron_accepts(**sizes: int | None) -> bool:
+    try:
+        TransformerConfig(hidden_size=64 * 12, **sizes)  # pyright: ignore[reportArgumentType]
+    except ValueError:
+        return False
+    return True
+
+
+def test_data_parallelism_takes_what_the_other_axes_leave() -> None:
+    megatron = MegatronConfig(tensor_model_parallel_size=2, context_parallel_size=2, pipeline_model_parallel_size=3)
+    resolved = resolve_layout(ClusterConfig(gpus_per_node=8, num_nodes=6), megatron=megatron)
+    assert resolved == Layout(tp=2, pp=3, cp=2, dp=4, sequence_parallel=False)
+    assert resolved.world_size == 48
+
+
+def test_processes_that_no_replica_divides_are_an_error_with_keys_and_values() -> None:
+    megatron = MegatronConfig(tensor_model_parallel_size=4, context_parallel_size=3)
+    with pytest.raises(ValueError) as caught:
+        resolve_layout(ClusterConfig(gpus_per_node=8), megatron=megatron)
+    assert str(caught.value) == (
+        "cluster.gpus_per_node = 8: times cluster.num_nodes = 1 must be a positive multiple of "
+        "policy.megatron_cfg.tensor_model_parallel_size * pipeline_model_parallel_size * "
+        "context_parallel_size = 4 * 1 * 3"
+    )
+
+
+def test_sequence_parallelism_means_nothing_without_tensor_parallelism() -> None:
+    cluster = ClusterConfig(gpus_per_node=2)
+    assert not resolve_layout(cluster, megatron=MegatronConfig(sequence_parallel=True)).sequence_parallel
+    both = MegatronConfig(sequence_parallel=True, tensor_model_parallel_size=2)
+    assert resolve_layout(cluster, megatron=both).sequence_parallel
+
+
+def test_heads_are_cut_as_megatron_core_cuts_them() -> None:
+    for heads, groups, tp in itertools.product((12, 24), (1, 2, 3, 4, 6, 12), (1, 2, 3, 4, 6, 8, 12)):
+        shape = replace(SHAPE, num_attention_heads=heads, num_key_value_heads=groups, ffn_hidden_size=24)
+        theirs = megatron_accepts(
+            num_layers=1, num_attention_heads=heads, num_query_groups=groups, tensor_model_parallel_size=tp
+        )
+        assert accepts(shape, tp=tp) == theirs, (heads, groups, tp)
+
+
+def test_layers_are_cut_as_megatron_core_cuts_them() -> None:
+    for pp, first, last in itertools.product((2, 3, 4), (None, 0, 1, 3, 5), (None, 1, 2)):
+        if first is None and last is None:
+            continue
+        theirs = megatron_accepts(
+            num_layers=7,
+            num_attention_heads=12,
+            pipeline_model_parallel_size=pp,
+            pipeline_dtype="bfloat16",  # pyright: ignore[reportArgumentType]
+            num_layers_in_first_pipeline_stage=first,
+            num_layers_in_last_pipeline_stage=last,
+        )
+        ours = accepts(replace(SHAPE, num_layers=7), pp=pp, first=first, last=last)
+        assert ours == theirs, (pp, first, last)
+
+
+def test_more_layers_at_the_ends_than_the_model_has_are_an_error() -> None:
+    assert not accepts(replace(SHAPE, num_layers=7), pp=3, first=6, last=2)
+
+
+def test_a_model_that_does_not_divide_is_an_error_naming_every_size() -> None:
+    with pytest.raises(ValueError) as caught:
+        check_layout(
+            replace(SHAPE, ffn_hidden_size=10),
+            layout=layout(tp=4, pp=5),
+            megatron=MegatronConfig(),
+        )
+    heads, ffn, layers = str(caught.value).splitlines()
+    start = "policy.megatron_cfg.tensor_model_parallel_size = 4: must divide the model's "
+    assert heads == f"{start}num_attention_heads, 14"
+    assert ffn == f"{start}ffn_hidden_size, 10"
+    assert layers.startswith("policy.megatron_cfg.pipeline_model_parallel_size = 5: ")
+    assert "24 layers" in layers
+
+
+def test_padding_is_the_least_that_can_be_cut() -> None:
+    axes = itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (False, True), (1, 16))
+    for cp, tp, sp, alignment in axes:
+        multiples = padding_multiples(layout(tp=tp, cp=cp, sp=sp), alignment=alignment)
+        # Halves of 2 * cp chunks a rank; the rank's share again by tp, and by the alignment each.
+        sequence = next(n for n in range(1, 1000) if cp == 1 or n % (2 * cp) == 0)
+        share = cp * (tp if sp else 1)
+        row = next(
+            n for n in range(1, 10_000) if n % sequence == 0 and n % share == 0 and (n // share) % alignment == 0
+        )
+        assert (multiples.sequence, multiples.row) == (sequence, row), (cp, tp, sp, alignment)
+
+
+def test_optimizer_steps_divide_the_unpruned_batch() -> None:
+    grpo = GrpoConfig(num_prompts_per_step=12, num_generations_per_prompt=4)
+    arithmetic = batch_arithmetic(grpo, train_global_batch_size=16)
+    assert arithmetic == BatchArithmetic(num_prompts=12, num_generations=4, num_minibatches=3)
+    assert (arithmetic.num_sequences, arithmetic.prompts_per_minibatch, arithmetic.on_policy) == (48, 4, False)
+    assert batch_arithmetic(grpo, train_global_batch_size=48).on_policy
+
+
+@pytest.mark.parametrize("size", [0, 6, 32, 96])
+def test_a_batch_that_does_not_divide_into_whole_groups_is_an_error(size: int) -> None:
+    grpo = GrpoConfig(num_prompts_per_step=12, num_generations_per_prompt=4)
+    with pytest.raises(ValueError, match=r"policy\.train_global_batch_size = .*12 \* 4"):
+        batch_arithmetic(grpo, train_global_batch_size=size)
