@@ -51,6 +51,7 @@ def _model_axes(megatron: MegatronConfig) -> tuple[int, int, int]:
 
 
 def layout_problems(cluster: ClusterConfig, *, megatron: MegatronConfig) -> Problems:
+    """What is wrong with the number of processes for a model replica's size: key and what is allowed."""
     tp, pp, cp = _model_axes(megatron)
     processes = cluster.gpus_per_node * cluster.num_nodes
     if min(tp, pp, cp, processes) < 1 or processes % (tp * pp * cp):
@@ -169,6 +170,7 @@ def batch_arithmetic(grpo: GrpoConfig, *, train_global_batch_size: int) -> Batch
 
 
 def batch_problems(grpo: GrpoConfig, *, train_global_batch_size: int) -> Problems:
+    """What is wrong with the batch sizes: key and what is allowed."""
     prompts, generations = grpo.num_prompts_per_step, grpo.num_generations_per_prompt
     sizes = (prompts, generations, train_global_batch_size)
     if min(sizes) < 1 or prompts * generations % sizes[2] or sizes[2] % generations:
