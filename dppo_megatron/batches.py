@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     GENERATION = 4
     VALIDATION = 5
     AUDIT = 6
+    SPLIT = 7
 
 
 class FinishReason(IntEnum):
@@ -151,6 +152,7 @@ class Sampling:
 
     num_generations: G. temperature: 0 is greedy. max_new_tokens: the stop token included.
     stop_token_ids: sampling one ends the completion and belongs to it. purpose: the random stream.
+    max_total_tokens: bounds prompt and completion together; None does not.
     """
 
     num_generations: int
@@ -158,6 +160,15 @@ class Sampling:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     purpose: Purpose = Purpose.GENERATION
+    max_total_tokens: int | None = None
+
+    def new_token_limits(self, prompt_lengths: IntArray) -> IntArray:
+        """Tokens that a completion of each prompt may have, at least 1; tokens, [P] -> int64 [P]."""
+        if self.max_total_tokens is None:
+            return np.full(len(prompt_lengths), self.max_new_tokens, np.int64)
+        limits = np.minimum(self.max_new_tokens, self.max_total_tokens - prompt_lengths)
+        assert (limits > 0).all(), "a prompt that leaves no room is dropped when the data is read"
+        return limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,13 +123,14 @@ class PaddingMultiples:
     row: int
 
 
-def padding_multiples(layout: Layout, *, alignment: int = 1) -> PaddingMultiples:
+def padding_multiples(layout: Layout, *, alignment: int = 1, sequence_divisor: int = 1) -> PaddingMultiples:
     """The least paddings that the layout can cut.
 
     Context parallelism cuts each sequence into 2 * cp chunks; sequence parallelism cuts a rank's tokens by
-    tp. alignment: what the tokens that one rank holds must divide by (FP8), tokens.
+    tp. alignment: what the tokens that one rank holds must divide by (FP8), tokens. sequence_divisor: what the
+    configuration wants each sequence to divide by, tokens; it is raised to what the layout needs too.
     """
-    sequence = 2 * layout.cp if layout.cp > 1 else 1
+    sequence = math.lcm(sequence_divisor, 2 * layout.cp if layout.cp > 1 else 1)
     shards = layout.cp * (layout.tp if layout.sequence_parallel else 1)
     return PaddingMultiples(sequence=sequence, row=math.lcm(sequence, alignment * shards))
 

@@ -51,7 +51,8 @@ def read_inputs(config: Config) -> Inputs:
     source = find_model(config.policy.model_name)
     name = config.policy.tokenizer.name
     tokenizer = AutoTokenizer.from_pretrained(source if name == config.policy.model_name else find_model(name))
-    max_prompt_tokens = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
+    # A completion may be as long as its prompt leaves room for, but not empty.
+    max_prompt_tokens = config.policy.max_total_sequence_length - 1
     if config.data.max_input_seq_length is not None:
         max_prompt_tokens = min(max_prompt_tokens, config.data.max_input_seq_length)
     load = partial(
@@ -60,14 +61,18 @@ def read_inputs(config: Config) -> Inputs:
         tokenizer_config=config.policy.tokenizer,
         max_prompt_tokens=max_prompt_tokens,
     )
-    validation = None
-    if config.data.validation is not None and config.dppo.rollout.replay_dir is None:
-        validation = validation_batch(load(config.data.validation), max_samples=config.grpo.max_val_samples)
+    train, held_out, validation = load(config.data.train), None, None
+    if config.data.train.split_validation_size:
+        train, held_out = train.split(config.data.train.split_validation_size, seed=config.data.train.seed)
+    if config.dppo.rollout.replay_dir is None:
+        held_out = held_out if config.data.validation is None else load(config.data.validation)
+        if held_out is not None:
+            validation = validation_batch(held_out, max_samples=config.grpo.max_val_samples)
     return Inputs(
         source=source,
         architecture=read_architecture(read_model_config(source)),
         tokenizer=tokenizer,
-        train=load(config.data.train),
+        train=train,
         validation=validation,
         stop_token_ids=_stop_token_ids(config, tokenizer, source),
     )
@@ -178,6 +183,7 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
         max_new_tokens=max_new_tokens,
         stop_token_ids=inputs.stop_token_ids,
         purpose=Purpose.GENERATION,
+        max_total_tokens=policy_config.max_total_sequence_length,
     )
     reward = make_reward(config.data.train.env_name, reward=config.dppo.reward, env=config.env)
     policy = Policy(policy_config, inputs.architecture, source=inputs.source, mesh=mesh)

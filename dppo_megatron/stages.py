@@ -75,7 +75,9 @@ def record_samples(
 
 def pack_rows(run: Run, rollouts: RolloutBatch, scores: ScoredBatch, plan: PrunedBatch) -> MiniBatch:
     """Plan equal shares of rows for all data-parallel ranks, and fetch this rank's sequences into them."""
-    packing, multiples = run.config.policy.sequence_packing, padding_multiples(run.mesh.layout)
+    policy = run.config.policy
+    packing = policy.sequence_packing
+    multiples = padding_multiples(run.mesh.layout, sequence_divisor=policy.make_sequence_length_divisible_by)
     rows = plan_rows(
         plan.lengths,
         config=packing,

@@ -1,7 +1,7 @@
 """The rules of a configuration that types cannot say: ranges, and keys that contradict each other."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from dppo_megatron.config.schema import Config
@@ -23,8 +23,14 @@ def check_config(config: Config) -> None:
 
     Raises: ValueError with one line a problem: key, value, what is allowed.
     """
-    found = (problem for rule in _RULES for problem in rule(config))
-    raise_problems(f"{key} = {attrgetter(key)(config)!r}: {allowed}" for key, allowed in found)
+    raise_problems(f"{key} = {value!r}: {allowed}" for key, value, allowed in find_problems(config))
+
+
+def find_problems(config: Config) -> Iterator[tuple[str, object, str]]:
+    """Key, value and what is allowed, of every rule that a configuration breaks."""
+    for rule in _RULES:
+        for key, allowed in rule(config):
+            yield key, attrgetter(key)(config), allowed
 
 
 def _range_problems(config: Config) -> Problems:
@@ -67,18 +73,21 @@ def _sampling_problems(config: Config) -> Problems:
 def _length_problems(config: Config) -> Problems:
     megatron, limit = config.policy.megatron_cfg, config.policy.max_total_sequence_length
     total = f"policy.max_total_sequence_length = {limit}"
-    if config.policy.generation.max_new_tokens >= limit:
-        yield "policy.generation.max_new_tokens", f"must leave room for a prompt in {total}"
+    if config.policy.generation.max_new_tokens > limit:
+        yield "policy.generation.max_new_tokens", f"must be at most {total}"
+    if config.data.validation is not None and config.data.validation.split_validation_size:
+        yield "data.validation.split_validation_size", "must be 0: the training rows are split, these are not"
     if (config.data.max_input_seq_length or 0) > limit:
         yield "data.max_input_seq_length", f"must be at most {total}"
     if any(layout_problems(config.cluster, megatron=megatron)):
         return
-    multiple = padding_multiples(resolve_layout(config.cluster, megatron=megatron)).row
+    layout = resolve_layout(config.cluster, megatron=megatron)
+    divisor = max(config.policy.make_sequence_length_divisible_by, 1)
+    multiple = padding_multiples(layout, sequence_divisor=divisor).row
     longest = -(-limit // multiple) * multiple
-    for name in ("train_mb_tokens", "logprob_mb_tokens"):
-        if getattr(config.policy.sequence_packing, name) < longest:
-            need = f"{longest} tokens when padded to a multiple of {multiple}"
-            yield f"policy.sequence_packing.{name}", f"must hold one sequence of {total}, {need}"
+    if config.policy.sequence_packing.train_mb_tokens < longest:
+        need = f"{longest} tokens when padded to a multiple of {multiple}"
+        yield "policy.sequence_packing.train_mb_tokens", f"must hold one sequence of {total}, {need}"
 
 
 def _denominator_problems(config: Config) -> Problems:
@@ -144,9 +153,9 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda value: value >= 1,
         """grpo.num_prompts_per_step grpo.max_num_epochs grpo.max_num_steps grpo.max_val_samples
         grpo.val_num_generations_per_prompt checkpointing.save_period checkpointing.keep_top_k
-        policy.train_global_batch_size policy.train_micro_batch_size policy.logprob_batch_size
+        policy.train_global_batch_size policy.make_sequence_length_divisible_by
         policy.max_total_sequence_length policy.logprob_chunk_size policy.generation.max_new_tokens
-        policy.sequence_packing.train_mb_tokens policy.sequence_packing.logprob_mb_tokens
+        policy.sequence_packing.train_mb_tokens
         policy.megatron_cfg.tensor_model_parallel_size policy.megatron_cfg.pipeline_model_parallel_size
         policy.megatron_cfg.context_parallel_size policy.megatron_cfg.scheduler.lr_decay_iters
         data.max_input_seq_length env.math.num_workers cluster.gpus_per_node cluster.num_nodes
@@ -178,7 +187,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0 and below 1",
         lambda value: 0 <= value < 1,
-        """policy.megatron_cfg.optimizer.adam_beta1 policy.megatron_cfg.optimizer.adam_beta2
+        """data.train.split_validation_size
+        policy.megatron_cfg.optimizer.adam_beta1 policy.megatron_cfg.optimizer.adam_beta2
         dppo.prompt_pruning.rate dppo.prompt_pruning.ema_decay dppo.completion_pruning.rate""",
     ),
     (
@@ -187,6 +197,9 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "dppo.prompt_pruning.min_keep_probability dppo.completion_pruning.min_keep_probability",
     ),
 )
+
+RANGE_TEXTS = frozenset(f"must be {allowed}" for allowed, _, _ in _RANGES)
+"""What is said of a value outside its range, whatever the others are."""
 
 # Values that the schema admits and nothing does yet.
 _NOT_YET: dict[str, tuple[object, ...]] = {

@@ -72,11 +72,10 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class SequencePackingConfig:
-    """``policy.sequence_packing``: caps of a THD row, padded tokens."""
+    """``policy.sequence_packing``: the cap of a THD row, padded tokens."""
 
     enabled: bool = True
     train_mb_tokens: int = 4096
-    logprob_mb_tokens: int = 4096
     algorithm: Literal[
         "window_greedy",
         "best_fit_decreasing",
@@ -165,9 +164,8 @@ class PolicyConfig:
 
     model_name: str
     train_global_batch_size: int = 512
-    train_micro_batch_size: int = 4
-    logprob_batch_size: int = follows("policy.train_micro_batch_size")
     max_total_sequence_length: int = 512
+    make_sequence_length_divisible_by: int = 1
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     logprob_chunk_size: int | None = None
     refit_buffer_size_gb: float = 1.0
@@ -188,6 +186,8 @@ class DatasetConfig:
     prompt_file: str | None = None
     system_prompt_file: str | None = None
     env_name: str = "math"
+    split_validation_size: float = 0.0
+    seed: int = follows("grpo.seed")
 
 
 @dataclass(frozen=True)

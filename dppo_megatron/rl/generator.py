@@ -86,30 +86,41 @@ class EmbeddedGenerator:
         """
         if self._version is None:
             raise RuntimeError("the engine has no weights: load_weights comes first")
-        size, limit = sampling.num_generations, sampling.max_new_tokens
+        size = sampling.num_generations
+        limits = np.repeat(sampling.new_token_limits(prompts.tokens.lengths), size)
+        width = int(limits.max(initial=0))
         seeds = draws.words(
             sampling.purpose, prompts.prompt_ids[:, None], prompts.occurrences[:, None], np.arange(size)
         ).ravel()
-        sampled = np.zeros((len(seeds), limit), np.int32)
-        logprobs = np.zeros((len(seeds), limit), np.float32)
-        lengths = np.repeat(prompts.tokens.lengths, size) + limit
+        sampled = np.zeros((len(seeds), width), np.int32)
+        logprobs = np.zeros((len(seeds), width), np.float32)
+        lengths = np.repeat(prompts.tokens.lengths, size) + limits
         for rows in _cache_batches(lengths, max_cache_tokens=self._max_cache_tokens):
             distinct, copies = np.unique(rows // size, return_inverse=True)
-            uniforms = to_unit_interval(hash_parts(seeds[rows, None], np.arange(limit)))
-            sampled[rows], logprobs[rows] = self._decode(
-                prompts.tokens.take(distinct), copies=copies, uniforms=uniforms, sampling=sampling
+            longest = int(limits[rows].max())
+            uniforms = to_unit_interval(hash_parts(seeds[rows, None], np.arange(longest)))
+            sampled[rows, :longest], logprobs[rows, :longest] = self._decode(
+                prompts.tokens.take(distinct),
+                copies=copies,
+                uniforms=uniforms,
+                limits=limits[rows],
+                sampling=sampling,
             )
-        return _to_rollouts(sampled, logprobs=logprobs, prompts=prompts, sampling=sampling, version=self._version)
+        return _to_rollouts(
+            sampled, logprobs=logprobs, limits=limits, prompts=prompts, sampling=sampling, version=self._version
+        )
 
     @torch.inference_mode()
     def _decode(
-        self, prompts: Ragged, *, copies: IntArray, uniforms: FloatArray, sampling: Sampling
+        self, prompts: Ragged, *, copies: IntArray, uniforms: FloatArray, limits: IntArray, sampling: Sampling
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Sample one batch: token ids and log-probabilities [n, max_new_tokens], void behind a stop token.
+        """Sample one batch: token ids and log-probabilities [n, steps], void behind a stop token or the limit.
 
-        copies: [n], the row of ``prompts`` that each sequence continues. uniforms: [n, max_new_tokens].
+        copies: [n], the row of ``prompts`` that each sequence continues. uniforms: [n, steps]. limits: [n],
+        tokens of each sequence at most; the largest is ``steps``.
         """
-        token_ids, mask, positions = self._left_pad(prompts, limit=sampling.max_new_tokens)
+        steps = uniforms.shape[1]
+        token_ids, mask, positions = self._left_pad(prompts, limit=steps)
         width = token_ids.shape[1]
         # The group shares its prompt's forward pass: the cache is repeated behind it.
         cache = DynamicCache(config=self._model.config)
@@ -119,17 +130,18 @@ class EmbeddedGenerator:
         logits, mask, positions = logits[repeats], mask[repeats], positions[repeats]
 
         draws = torch.from_numpy(uniforms).to(self._device)
+        last_steps = torch.from_numpy(limits - 1).to(self._device)
         stop = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self._device)
         sampled = torch.zeros(uniforms.shape, dtype=torch.int64, device=self._device)
         logprobs = torch.zeros(uniforms.shape, dtype=torch.float32, device=self._device)
         alive = torch.arange(len(draws), device=self._device)
         done = torch.zeros(len(draws), dtype=torch.bool, device=self._device)
-        for step in range(sampling.max_new_tokens):
+        for step in range(steps):
             tokens, values = _sample(logits, uniforms=draws[alive, step], temperature=sampling.temperature)
             sampled[alive, step], logprobs[alive, step] = tokens, values
-            done |= torch.isin(tokens, stop)
+            done |= torch.isin(tokens, stop) | (last_steps[alive] <= step)
             remaining = torch.nonzero(~done).squeeze(1)  # the only wait for the device in a step
-            if not len(remaining) or step + 1 == sampling.max_new_tokens:
+            if not len(remaining) or step + 1 == steps:
                 break
             # Finished rows run on until half are done: selecting copies the whole cache.
             if 2 * len(remaining) <= len(alive):
@@ -199,17 +211,19 @@ def _to_rollouts(
     sampled: NDArray[np.int32],
     *,
     logprobs: NDArray[np.float32],
+    limits: IntArray,
     prompts: PromptBatch,
     sampling: Sampling,
     version: int,
 ) -> RolloutBatch:
-    """Cut rows [N, max_new_tokens] behind their first stop token."""
+    """Cut rows [N, steps] behind their first stop token, or at their limits [N]."""
     if not np.isfinite(logprobs).all():
         raise RuntimeError(f"sampling: the model's logits are not finite (weights of version {version})")
-    hits = np.isin(sampled, sampling.stop_token_ids)
+    columns = np.arange(sampled.shape[1])
+    hits = np.isin(sampled, sampling.stop_token_ids) & (columns < limits[:, None])
     stopped = hits.any(axis=1)
-    lengths = np.where(stopped, hits.argmax(axis=1) + 1, sampled.shape[1])
-    inside = np.arange(sampled.shape[1]) < lengths[:, None]
+    lengths = np.where(stopped, hits.argmax(axis=1) + 1, limits) if len(columns) else limits
+    inside = columns < lengths[:, None]
     return RolloutBatch(
         prompts=prompts,
         completions=Ragged.from_lengths(sampled[inside], lengths),

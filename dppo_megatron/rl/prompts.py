@@ -44,6 +44,28 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
+    def split(self, fraction: float, *, seed: int) -> tuple["PromptDataset", "PromptDataset"]:
+        """Set a fraction of the rows aside, drawn by the seed: those that stay and those set aside, in file order.
+
+        Raises ValueError where either part would be empty.
+        """
+        count = round(fraction * len(self))
+        if not 0 < count < len(self):
+            raise ValueError(
+                f"data.train.split_validation_size is {fraction}, which sets {count} of {len(self)} prompts aside; "
+                "both parts need one at least"
+            )
+        order = np.argsort(Draws(seed=seed, step=0).words(Purpose.SPLIT, np.arange(len(self))), kind="stable")
+        return self._take(np.sort(order[count:])), self._take(np.sort(order[:count]))
+
+    def _take(self, rows: IntArray) -> "PromptDataset":
+        return PromptDataset(
+            prompt_ids=self.prompt_ids[rows],
+            tokens=self.tokens.take(rows),
+            texts=tuple(self.texts[row] for row in rows),
+            answers=tuple(self.answers[row] for row in rows),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Row:
