@@ -12,6 +12,7 @@ TRAIN_TOKENS: Final = "train/global_valid_toks"  # completion tokens trained on
 
 # The loss: means over the trained tokens.
 PROBS_RATIO: Final = "train/probs_ratio"  # policy / old policy
+PROBS_RATIO_CLAMPED: Final = "train/probs_ratio_clamped"  # the same inside the clip range
 CLIPPED_FRACTION: Final = "dppo/clipped_fraction"  # tokens whose ratio lies outside the clip range
 KL_PENALTY: Final = "train/kl_penalty"  # divergence from the reference policy, before its coefficient
 SURPRISAL: Final = "dppo/surprisal"  # -log-prob of the sampled tokens, nats
@@ -19,15 +20,20 @@ SURPRISAL: Final = "dppo/surprisal"  # -log-prob of the sampled tokens, nats
 # Trainer against sampler: both must say the same of the sampled tokens.
 SAMPLER_MISMATCH: Final = "dppo/sampler_mismatch"  # mean of exp(|log-prob difference|) - 1; 0 is equal
 GEN_KL_ERROR: Final = "train/gen_kl_error"  # KL(sampler || trainer), k3 estimate, nats a token
+IMPORTANCE_RATIO: Final = "train/sampling_importance_ratio"  # trainer / sampler, as bounded
+IMPORTANCE_OUT_OF_BOUNDS: Final = "train/is_oob_ratio"  # tokens whose weight the bounds changed
 
 LOSS_METRICS: Final = MappingProxyType(  # by the loss's own names
     {
         "ratio": PROBS_RATIO,
+        "ratio_clamped": PROBS_RATIO_CLAMPED,
         "clipped": CLIPPED_FRACTION,
         "kl_penalty": KL_PENALTY,
         "surprisal": SURPRISAL,
         "sampler_mismatch": SAMPLER_MISMATCH,
         "sampler_mismatch_kl": GEN_KL_ERROR,
+        "importance_ratio": IMPORTANCE_RATIO,
+        "importance_out_of_bounds": IMPORTANCE_OUT_OF_BOUNDS,
     }
 )
 

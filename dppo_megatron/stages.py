@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from dppo_megatron import device, metric_names
 from dppo_megatron.batches import (
     FinishReason,
     FloatArray,
+    IntArray,
     PackedRow,
     PromptBatch,
     PrunedBatch,
@@ -25,8 +26,11 @@ from dppo_megatron.rl.advantages import group_advantages
 from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.evaluation import Evaluation, EvaluationSums, evaluate
 from dppo_megatron.rl.packing import PackingReport, plan_rows, report_packing
+from dppo_megatron.rl.prompts import count_earlier
+from dppo_megatron.rl.pruning import prune_prompts
 from dppo_megatron.rl.pruning_report import PruningReport
 from dppo_megatron.rl.replay import samples_of, samples_path, write_samples
+from dppo_megatron.rl.reward_shaping import shape_rewards
 from dppo_megatron.run_records import StepRecord
 from dppo_megatron.run_setup import Run
 from dppo_megatron.stage_clock import StageSeconds
@@ -43,7 +47,12 @@ class MiniBatch:
 
 def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch) -> ScoredBatch:
     """Reward this rank's completions, compare them within their groups, and gather everybody's scores."""
-    rewards = run.score(rollouts)
+    rewards = shape_rewards(
+        run.score(rollouts),
+        completion_lengths=rollouts.completions.lengths,
+        finish_reasons=rollouts.finish_reasons,
+        grpo=run.config.grpo,
+    )
     advantages = group_advantages(rewards.reshape(-1, run.sampling.num_generations), grpo=run.config.grpo)
     return gather_scores(
         rollouts,
@@ -53,6 +62,26 @@ def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch) -> ScoredBatch:
         num_generations=run.sampling.num_generations,
         over=run.mesh.generation,
     )
+
+
+def complete_groups(
+    run: Run, rollouts: RolloutBatch, scores: ScoredBatch, *, draws: Draws
+) -> tuple[RolloutBatch, ScoredBatch]:
+    """Further rollouts where dynamic sampling wants more groups than these hold; else these as they are."""
+
+    def sample_more(earlier: IntArray) -> tuple[RolloutBatch, ScoredBatch]:
+        candidates = run.candidates.next_batch(draws)
+        # A prompt that stands in an earlier batch of the step must not get the same completions again.
+        occurrences = count_earlier(np.concatenate([earlier, candidates.prompt_ids]))[len(earlier) :]
+        candidates = replace(candidates, occurrences=occurrences)
+        kept = prune_prompts(candidates, history=run.history, pruning=run.pruning, draws=draws)
+        more = run.generator.generate(kept.share(rank=axis.rank, size=axis.size), draws, run.sampling)
+        more_scores = score(run, more, kept)
+        run.history.record(more_scores)
+        return more, more_scores
+
+    axis = run.mesh.generation
+    return run.resampling.complete(rollouts, scores, sample_more=sample_more, rank=axis.rank, num_ranks=axis.size)
 
 
 def record_samples(

@@ -16,6 +16,7 @@ from dppo_megatron.run_setup import Run, read_inputs, set_up
 from dppo_megatron.stage_clock import StageClock
 from dppo_megatron.stages import (
     attach_logprobs,
+    complete_groups,
     pack_rows,
     publish_checkpoint,
     record_samples,
@@ -36,7 +37,7 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
     clock = StageClock()
     for step in range(run.first_step, run.num_steps):
         draws = Draws(run.config.grpo.seed, step)
-        candidates = run.prompts.next_batch()
+        candidates = run.candidates.next_batch(draws)
         with clock.stage("pruning"):
             kept = prune_prompts(candidates, history=run.history, pruning=run.pruning, draws=draws)
         with clock.stage("rollout"):
@@ -45,6 +46,8 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
         with clock.stage("reward"):
             scores = score(run, rollouts, kept)
             run.history.record(scores)
+        with clock.stage("rollout"):
+            rollouts, scores = complete_groups(run, rollouts, scores, draws=draws)
         with clock.stage("pruning"):
             plans = prune_completions(scores, pruning=run.pruning, draws=draws)
             record_samples(run, step, rollouts, scores=scores, plans=plans)
