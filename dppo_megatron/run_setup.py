@@ -19,6 +19,7 @@ from dppo_megatron.parallel.model import DTYPES
 from dppo_megatron.parallel.policy import Policy, Reference
 from dppo_megatron.parallel.sequence_sums import SequenceSums
 from dppo_megatron.plan import batch_arithmetic
+from dppo_megatron.rl.audit import Audit
 from dppo_megatron.rl.candidates import CandidateSource, FixedNumber, Refill
 from dppo_megatron.rl.dynamic_sampling import FirstBatch, Resampling, WholeGroups
 from dppo_megatron.rl.generator import EmbeddedGenerator, Generator
@@ -110,6 +111,7 @@ class Run:
     history: PromptHistory
     pruning: Pruning
     loss: PolicyLoss
+    audit: Audit
     reward: Reward
     sampling: Sampling
     validation_sampling: Sampling
@@ -205,6 +207,7 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
         resampling=_resampling(grpo, num_minibatches=arithmetic.num_minibatches),
         history=history,
         pruning=pruning,
+        audit=Audit(),
         loss=PolicyLoss(config.loss_fn, sequence_sums=SequenceSums(mesh.cp)),
         reward=reward,
         sampling=sampling,

@@ -16,6 +16,7 @@ from dppo_megatron.run_setup import Run, read_inputs, set_up
 from dppo_megatron.stage_clock import StageClock
 from dppo_megatron.stages import (
     attach_logprobs,
+    audit,
     complete_groups,
     pack_rows,
     publish_checkpoint,
@@ -56,6 +57,7 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
         with clock.stage("logprobs"):
             # All before the first update: the old log-probs are those of the policy that sampled.
             batches = [attach_logprobs(run, batch) for batch in batches]
+        audited = audit(run, step, rollouts, candidates=candidates, scores=scores, batches=batches, draws=draws)
         with clock.stage("update"):
             stats = [update(run, batch) for batch in batches]
         with clock.stage("weight_sync"):
@@ -64,7 +66,11 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
             accuracy = validate(run, step + 1) if run.validates_after(step) else None
         with clock.stage("checkpoint"):
             checkpoint = save_checkpoint(run, step, accuracy) if run.saves_after(step) else None
-        log.step(step_record(run, step, scores, batches, stats, accuracy=accuracy, seconds=clock.step_seconds()))
+        log.step(
+            step_record(
+                run, step, scores, batches, stats, audited=audited, accuracy=accuracy, seconds=clock.step_seconds()
+            )
+        )
         if checkpoint is not None:
             publish_checkpoint(run, checkpoint)
 

@@ -263,7 +263,6 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 # Values that the schema admits and nothing does yet.
 _NOT_YET: dict[str, tuple[object, ...]] = {
     "dppo.rollout.engine": ("auto", "embedded"),
-    "dppo.audit.period": (0,),
     "dppo.fp8_emulate": (False,),
 }
 

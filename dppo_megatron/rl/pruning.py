@@ -8,7 +8,7 @@ arXiv 2603.04135. Departures: the denominator counts what was there before pruni
 draws with exact probabilities (test_two_levels_of_pruning_leave_the_expected_sum_unchanged).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
 import numpy as np
@@ -90,6 +90,17 @@ class Pruning:
             ),
             max_new_tokens=max_new_tokens,
             notes=tuple(notes),
+        )
+
+    def without_pruning(self) -> "Pruning":
+        """The same objective over everything that there is: what the estimates are measured against."""
+        full: dict[DenominatorKind, DenominatorKind] = {"kept_sequences": "sequences", "kept_tokens": "tokens"}
+        return replace(
+            self,
+            prompts=None,
+            completions=None,
+            drops_zero_advantage=False,
+            denominator=full.get(self.denominator, self.denominator),
         )
 
 
