@@ -200,6 +200,7 @@ class ScoredBatch:
     prompts: all P kept prompts of the step. num_generations: G.
     rewards, advantages: float64 [N]. completion_lengths: int64 [N], tokens. finish_reasons: int64 [N].
     Advantages come from whole groups, before any completion is dropped.
+    owners: int64 [P], the generating rank that holds each prompt's completions; None: dealt out in turn.
     """
 
     prompts: PromptBatch
@@ -208,6 +209,7 @@ class ScoredBatch:
     advantages: FloatArray
     completion_lengths: IntArray
     finish_reasons: IntArray
+    owners: IntArray | None = None
 
     def __post_init__(self) -> None:
         sizes = {len(self.rewards), len(self.advantages), len(self.completion_lengths)}

@@ -12,6 +12,7 @@ TRAIN_TOKENS: Final = "train/global_valid_toks"  # completion tokens trained on
 
 # The loss: means over the trained tokens.
 PROBS_RATIO: Final = "train/probs_ratio"  # policy / old policy
+PROBS_RATIO_CLAMPED: Final = "train/probs_ratio_clamped"  # the same inside the clip range
 CLIPPED_FRACTION: Final = "dppo/clipped_fraction"  # tokens whose ratio lies outside the clip range
 KL_PENALTY: Final = "train/kl_penalty"  # divergence from the reference policy, before its coefficient
 SURPRISAL: Final = "dppo/surprisal"  # -log-prob of the sampled tokens, nats
@@ -19,15 +20,20 @@ SURPRISAL: Final = "dppo/surprisal"  # -log-prob of the sampled tokens, nats
 # Trainer against sampler: both must say the same of the sampled tokens.
 SAMPLER_MISMATCH: Final = "dppo/sampler_mismatch"  # mean of exp(|log-prob difference|) - 1; 0 is equal
 GEN_KL_ERROR: Final = "train/gen_kl_error"  # KL(sampler || trainer), k3 estimate, nats a token
+IMPORTANCE_RATIO: Final = "train/sampling_importance_ratio"  # trainer / sampler, as bounded
+IMPORTANCE_OUT_OF_BOUNDS: Final = "train/is_oob_ratio"  # tokens whose weight the bounds changed
 
 LOSS_METRICS: Final = MappingProxyType(  # by the loss's own names
     {
         "ratio": PROBS_RATIO,
+        "ratio_clamped": PROBS_RATIO_CLAMPED,
         "clipped": CLIPPED_FRACTION,
         "kl_penalty": KL_PENALTY,
         "surprisal": SURPRISAL,
         "sampler_mismatch": SAMPLER_MISMATCH,
         "sampler_mismatch_kl": GEN_KL_ERROR,
+        "importance_ratio": IMPORTANCE_RATIO,
+        "importance_out_of_bounds": IMPORTANCE_OUT_OF_BOUNDS,
     }
 )
 
@@ -45,8 +51,27 @@ TRAIN_TOKENS_WITHOUT_PRUNING: Final = "dppo/train_tokens_without_pruning"  # had
 WEIGHT_MEAN: Final = "dppo/weight_mean"  # of the kept completions
 WEIGHT_MAX: Final = "dppo/weight_max"  # of the kept completions
 EFFECTIVE_SAMPLE_SIZE: Final = "dppo/effective_sample_size"  # (sum w)^2 / sum w^2, completions
+CANDIDATE_PROMPTS: Final = "dppo/candidate_prompts"  # prompts before pruning
+KEPT_PROMPTS: Final = "dppo/kept_prompts"  # prompts sampled for
+KEPT_COMPLETIONS: Final = "dppo/kept_completions"  # completions trained on
+DROPPABLE_COMPLETIONS: Final = (
+    "dppo/droppable_completions"  # completions whose term is identically zero, dropped free
+)
 PROMPT_VARIANCE: Final = "dppo/prompt_variance_factor"  # the paper's factor, of dropping prompts
+PROMPT_VARIANCE_PER_CANDIDATE: Final = "dppo/prompt_variance_per_candidate"  # mean of 1 / p of prompts
 COMPLETION_VARIANCE: Final = "dppo/completion_variance_factor"  # the paper's factor, of dropping completions
+COMPLETION_VARIANCE_PER_CANDIDATE: Final = "dppo/completion_variance_per_candidate"  # mean of 1 / p, p = 0 left out
+TOKENS_SAVED_BY_PROMPTS: Final = (
+    "dppo/tokens_saved_by_prompt_pruning"  # never sampled, hence not trained; an estimate
+)
+TOKENS_SAVED_BY_COMPLETIONS: Final = "dppo/tokens_saved_by_completion_pruning"  # sampled, not trained
+
+# The audit, in the steps that have one: the estimated gradient against the full one, on a fixed random projection.
+AUDIT_COSINE: Final = "dppo/audit/cosine"  # of this step
+AUDIT_ERROR: Final = "dppo/audit/relative_error"  # of this step
+AUDIT_MEAN_COSINE: Final = "dppo/audit/mean_cosine"  # of the running means
+AUDIT_MEAN_ERROR: Final = "dppo/audit/mean_relative_error"  # of the running means
+AUDIT_STANDARD_ERROR: Final = "dppo/audit/mean_standard_error"  # what that error is about without bias
 
 # Packing.
 ROWS: Final = "dppo/rows"  # THD rows of each data-parallel rank

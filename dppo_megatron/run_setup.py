@@ -12,12 +12,16 @@ from dppo_megatron import device
 from dppo_megatron.architecture import Architecture, read_architecture
 from dppo_megatron.batches import FloatArray, PromptBatch, Purpose, RolloutBatch, Sampling
 from dppo_megatron.config.loader import LoadedConfig
-from dppo_megatron.config.schema import Config
+from dppo_megatron.config.schema import Config, GrpoConfig
 from dppo_megatron.model_source import find_model, read_model_config
 from dppo_megatron.parallel.mesh import Mesh
 from dppo_megatron.parallel.model import DTYPES
 from dppo_megatron.parallel.policy import Policy, Reference
+from dppo_megatron.parallel.sequence_sums import SequenceSums
 from dppo_megatron.plan import batch_arithmetic
+from dppo_megatron.rl.audit import Audit
+from dppo_megatron.rl.candidates import CandidateSource, FixedNumber, Refill
+from dppo_megatron.rl.dynamic_sampling import FirstBatch, Resampling, WholeGroups
 from dppo_megatron.rl.generator import EmbeddedGenerator, Generator
 from dppo_megatron.rl.loss import PolicyLoss
 from dppo_megatron.rl.prompt_history import PromptHistory
@@ -107,9 +111,12 @@ class Run:
     reference: Reference | None
     generator: Generator
     prompts: Prompts
+    candidates: CandidateSource
+    resampling: Resampling
     history: PromptHistory
     pruning: Pruning
     loss: PolicyLoss
+    audit: Audit
     reward: Reward
     sampling: Sampling
     validation_sampling: Sampling
@@ -172,7 +179,7 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
     arithmetic = batch_arithmetic(grpo, train_global_batch_size=policy_config.train_global_batch_size)
     prompts = Prompts(
         inputs.train,
-        num_prompts_per_step=grpo.num_prompts_per_step,
+        num_prompts_per_step=grpo.num_prompts_per_step * grpo.batch_multiplier,
         num_minibatches=arithmetic.num_minibatches,
         shuffle=config.data.shuffle,
         seed=grpo.seed,
@@ -190,8 +197,10 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
     # The reference is the policy before any step: taken before a checkpoint is restored.
     reference = policy.reference() if config.loss_fn.reference_policy_kl_penalty else None
     state = _run_state(loaded, inputs)
-    ema_decay = config.dppo.prompt_pruning.ema_decay
-    resumed = state.restore(policy, prompts=prompts, ema_decay=ema_decay) if state else None
+    section = config.dppo.prompt_pruning
+    ema_decay, greso = section.ema_decay, section.greso if section.policy == "greso" else None
+    resumed = state.restore(policy, prompts=prompts, ema_decay=ema_decay, greso=greso) if state else None
+    history = resumed.history if resumed else PromptHistory(ema_decay=ema_decay, greso=greso)
     return Run(
         config=config,
         mesh=mesh,
@@ -200,9 +209,12 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
         reference=reference,
         generator=_make_generator(config, inputs),
         prompts=prompts,
-        history=resumed.history if resumed else PromptHistory(ema_decay=ema_decay),
+        candidates=Refill(prompts, history, pruning) if section.refill else FixedNumber(prompts),
+        resampling=_resampling(grpo, num_minibatches=arithmetic.num_minibatches),
+        history=history,
         pruning=pruning,
-        loss=PolicyLoss(config.loss_fn),
+        audit=Audit(),
+        loss=PolicyLoss(config.loss_fn, sequence_sums=SequenceSums(mesh.cp)),
         reward=reward,
         sampling=sampling,
         validation_sampling=replace(
@@ -212,6 +224,16 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
         state=state,
         first_step=resumed.num_steps_done if resumed else 0,
         num_steps=min(grpo.max_num_steps, grpo.max_num_epochs * prompts.steps_per_epoch),
+    )
+
+
+def _resampling(grpo: GrpoConfig, *, num_minibatches: int) -> Resampling:
+    if not grpo.use_dynamic_sampling:
+        return FirstBatch()
+    return WholeGroups(
+        num_prompts=grpo.num_prompts_per_step,
+        num_minibatches=num_minibatches,
+        max_batches=grpo.dynamic_sampling_max_gen_batches,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.config.schema import CheckpointingConfig
+from dppo_megatron.config.schema import CheckpointingConfig, GresoConfig
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.checkpoint import load_policy, save_policy
 from dppo_megatron.parallel.mesh import Axis
@@ -136,7 +136,9 @@ class RunState:
             if entry is not newest and entry not in best:
                 shutil.rmtree(entry[2])
 
-    def restore(self, policy: Policy, *, prompts: Prompts, ema_decay: float) -> Resumed | None:
+    def restore(
+        self, policy: Policy, *, prompts: Prompts, ema_decay: float, greso: GresoConfig | None
+    ) -> Resumed | None:
         """Continue from the newest checkpoint, or None where there is none; called by every rank.
 
         Raises ValueError naming what differs when the checkpoint is another run's.
@@ -159,7 +161,7 @@ class RunState:
         policy.continue_schedule(state["num_updates"])
         prompts.restore(state["prompts"])
         with np.load(newest / "history.npz") as arrays:
-            history = PromptHistory.from_state(dict(arrays), ema_decay=ema_decay)
+            history = PromptHistory.from_state(dict(arrays), ema_decay=ema_decay, greso=greso)
         return Resumed(state["num_steps_done"], history)
 
 

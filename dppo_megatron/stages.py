@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from dppo_megatron import device, metric_names
 from dppo_megatron.batches import (
     FinishReason,
     FloatArray,
+    IntArray,
     PackedRow,
     PromptBatch,
     PrunedBatch,
@@ -22,11 +23,16 @@ from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.exchange import exchange, gather_scores
 from dppo_megatron.plan import padding_multiples
 from dppo_megatron.rl.advantages import group_advantages
-from dppo_megatron.rl.draws import Draws
+from dppo_megatron.rl.audit import AuditReport, sketch
+from dppo_megatron.rl.draws import Draws, hash_parts
 from dppo_megatron.rl.evaluation import Evaluation, EvaluationSums, evaluate
+from dppo_megatron.rl.merging import merge
 from dppo_megatron.rl.packing import PackingReport, plan_rows, report_packing
+from dppo_megatron.rl.prompts import count_earlier
+from dppo_megatron.rl.pruning import prune_completions, prune_prompts
 from dppo_megatron.rl.pruning_report import PruningReport
 from dppo_megatron.rl.replay import samples_of, samples_path, write_samples
+from dppo_megatron.rl.reward_shaping import shape_rewards
 from dppo_megatron.run_records import StepRecord
 from dppo_megatron.run_setup import Run
 from dppo_megatron.stage_clock import StageSeconds
@@ -43,7 +49,12 @@ class MiniBatch:
 
 def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch) -> ScoredBatch:
     """Reward this rank's completions, compare them within their groups, and gather everybody's scores."""
-    rewards = run.score(rollouts)
+    rewards = shape_rewards(
+        run.score(rollouts),
+        completion_lengths=rollouts.completions.lengths,
+        finish_reasons=rollouts.finish_reasons,
+        grpo=run.config.grpo,
+    )
     advantages = group_advantages(rewards.reshape(-1, run.sampling.num_generations), grpo=run.config.grpo)
     return gather_scores(
         rollouts,
@@ -53,6 +64,26 @@ def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch) -> ScoredBatch:
         num_generations=run.sampling.num_generations,
         over=run.mesh.generation,
     )
+
+
+def complete_groups(
+    run: Run, rollouts: RolloutBatch, scores: ScoredBatch, *, draws: Draws
+) -> tuple[RolloutBatch, ScoredBatch]:
+    """Further rollouts where dynamic sampling wants more groups than these hold; else these as they are."""
+
+    def sample_more(earlier: IntArray) -> tuple[RolloutBatch, ScoredBatch]:
+        candidates = run.candidates.next_batch(draws)
+        # A prompt that stands in an earlier batch of the step must not get the same completions again.
+        occurrences = count_earlier(np.concatenate([earlier, candidates.prompt_ids]))[len(earlier) :]
+        candidates = replace(candidates, occurrences=occurrences)
+        kept = prune_prompts(candidates, history=run.history, pruning=run.pruning, draws=draws)
+        more = run.generator.generate(kept.share(rank=axis.rank, size=axis.size), draws, run.sampling)
+        more_scores = score(run, more, kept)
+        run.history.record(more_scores)
+        return more, more_scores
+
+    axis = run.mesh.generation
+    return run.resampling.complete(rollouts, scores, sample_more=sample_more, rank=axis.rank, num_ranks=axis.size)
 
 
 def record_samples(
@@ -108,6 +139,63 @@ def attach_logprobs(run: Run, batch: MiniBatch) -> MiniBatch:
     return MiniBatch(batch.plan, rows, batch.packing)
 
 
+def audit(
+    run: Run,
+    step: int,
+    rollouts: RolloutBatch,
+    *,
+    candidates: PromptBatch,
+    scores: ScoredBatch,
+    batches: Sequence[MiniBatch],
+    draws: Draws,
+) -> AuditReport | None:
+    """Every ``dppo.audit.period`` steps: the gradient of all candidates and completions beside the estimate.
+
+    Both at the parameters that sampled. It changes neither the training nor the history.
+    """
+    period = run.config.dppo.audit.period
+    if not period or step % period:
+        return None
+    everything = _everything(run, rollouts, candidates=candidates, scores=scores, draws=draws)
+    full = [
+        attach_logprobs(run, pack_rows(run, *everything, plan))
+        for plan in prune_completions(everything[1], pruning=run.pruning.without_pruning(), draws=draws)
+    ]
+    return run.audit.add(_sketch(run, batches), full=_sketch(run, full))
+
+
+def _everything(
+    run: Run, rollouts: RolloutBatch, *, candidates: PromptBatch, scores: ScoredBatch, draws: Draws
+) -> tuple[RolloutBatch, ScoredBatch]:
+    """The step as if no prompt had been pruned: the missing ones are sampled now, all weights are 1."""
+    keys, kept_keys = (hash_parts(one.prompt_ids, one.occurrences) for one in (candidates, scores.prompts))
+    pruned = candidates.take(np.flatnonzero(~np.isin(keys, kept_keys)))
+    whole = replace(scores, prompts=scores.prompts.with_weights(np.ones(len(scores.prompts))))
+    if not len(pruned):
+        return rollouts, whole
+    axis = run.mesh.generation
+    rest = run.generator.generate(pruned.share(rank=axis.rank, size=axis.size), draws, run.sampling)
+    return merge(
+        [(rollouts, whole), (rest, score(run, rest, pruned))],
+        num_candidates=candidates.num_candidates,
+        num_ranks=axis.size,
+    )
+
+
+def _sketch(run: Run, batches: Sequence[MiniBatch]) -> FloatArray:
+    """The sum of the mini-batches' gradients at the present parameters, projected."""
+    parts = [
+        sketch(
+            run.policy.gradients(
+                batch.rows, loss=run.loss, denominator=batch.plan.denominator, temperature=run.sampling.temperature
+            ),
+            seed=run.config.grpo.seed,
+        )
+        for batch in batches
+    ]
+    return np.sum(parts, axis=0)
+
+
 def update(run: Run, batch: MiniBatch) -> TrainStats:
     """One optimizer step."""
     stats = run.policy.update(
@@ -153,6 +241,7 @@ def step_record(
     batches: Sequence[MiniBatch],
     stats: Sequence[TrainStats],
     *,
+    audited: AuditReport | None,
     accuracy: float | None,
     seconds: StageSeconds,
 ) -> StepRecord:
@@ -170,8 +259,16 @@ def step_record(
         metric_names.WEIGHT_MEAN: report.weight_mean,
         metric_names.WEIGHT_MAX: report.weight_max,
         metric_names.EFFECTIVE_SAMPLE_SIZE: report.effective_sample_size,
+        metric_names.CANDIDATE_PROMPTS: float(report.num_candidate_prompts),
+        metric_names.KEPT_PROMPTS: float(report.num_kept_prompts),
+        metric_names.KEPT_COMPLETIONS: float(report.num_kept_completions),
+        metric_names.DROPPABLE_COMPLETIONS: float(report.num_droppable_completions),
         metric_names.PROMPT_VARIANCE: report.prompt_variance.per_kept,
+        metric_names.PROMPT_VARIANCE_PER_CANDIDATE: report.prompt_variance.per_candidate,
         metric_names.COMPLETION_VARIANCE: report.completion_variance.per_kept,
+        metric_names.COMPLETION_VARIANCE_PER_CANDIDATE: report.completion_variance.per_candidate,
+        metric_names.TOKENS_SAVED_BY_PROMPTS: report.num_tokens_not_generated,
+        metric_names.TOKENS_SAVED_BY_COMPLETIONS: float(report.num_tokens_generated - report.num_tokens_trained),
         metric_names.REWARD_FAILURES: float(run.reward.num_failures),
         metric_names.ROWS: float(sum(batch.packing.num_rows for batch in batches)),
         metric_names.TOKEN_DENSITY: _mean([batch.packing.density for batch in batches]),
@@ -190,8 +287,22 @@ def step_record(
         grad_norm=_mean([one.grad_norm for one in stats]),
         learning_rate=stats[-1].learning_rate,
         stage_seconds=seconds,
-        extra=tuple((losses | rest).items()),
+        extra=tuple((losses | rest | _audit_metrics(audited)).items()),
     )
+
+
+def _audit_metrics(report: AuditReport | None) -> dict[str, float]:
+    if report is None:
+        return {}
+    values = {
+        metric_names.AUDIT_COSINE: report.cosine,
+        metric_names.AUDIT_ERROR: report.relative_error,
+        metric_names.AUDIT_MEAN_COSINE: report.mean_cosine,
+        metric_names.AUDIT_MEAN_ERROR: report.mean_relative_error,
+    }
+    if report.standard_error is not None:
+        values[metric_names.AUDIT_STANDARD_ERROR] = report.standard_error
+    return values
 
 
 def _mean(values: Sequence[float] | FloatArray | np.ndarray, *, weights: FloatArray | None = None) -> float:

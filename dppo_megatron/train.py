@@ -16,6 +16,8 @@ from dppo_megatron.run_setup import Run, read_inputs, set_up
 from dppo_megatron.stage_clock import StageClock
 from dppo_megatron.stages import (
     attach_logprobs,
+    audit,
+    complete_groups,
     pack_rows,
     publish_checkpoint,
     record_samples,
@@ -36,7 +38,7 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
     clock = StageClock()
     for step in range(run.first_step, run.num_steps):
         draws = Draws(run.config.grpo.seed, step)
-        candidates = run.prompts.next_batch()
+        candidates = run.candidates.next_batch(draws)
         with clock.stage("pruning"):
             kept = prune_prompts(candidates, history=run.history, pruning=run.pruning, draws=draws)
         with clock.stage("rollout"):
@@ -45,6 +47,8 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
         with clock.stage("reward"):
             scores = score(run, rollouts, kept)
             run.history.record(scores)
+        with clock.stage("rollout"):
+            rollouts, scores = complete_groups(run, rollouts, scores, draws=draws)
         with clock.stage("pruning"):
             plans = prune_completions(scores, pruning=run.pruning, draws=draws)
             record_samples(run, step, rollouts, scores=scores, plans=plans)
@@ -53,6 +57,7 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
         with clock.stage("logprobs"):
             # All before the first update: the old log-probs are those of the policy that sampled.
             batches = [attach_logprobs(run, batch) for batch in batches]
+        audited = audit(run, step, rollouts, candidates=candidates, scores=scores, batches=batches, draws=draws)
         with clock.stage("update"):
             stats = [update(run, batch) for batch in batches]
         with clock.stage("weight_sync"):
@@ -61,7 +66,11 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
             accuracy = validate(run, step + 1) if run.validates_after(step) else None
         with clock.stage("checkpoint"):
             checkpoint = save_checkpoint(run, step, accuracy) if run.saves_after(step) else None
-        log.step(step_record(run, step, scores, batches, stats, accuracy=accuracy, seconds=clock.step_seconds()))
+        log.step(
+            step_record(
+                run, step, scores, batches, stats, audited=audited, accuracy=accuracy, seconds=clock.step_seconds()
+            )
+        )
         if checkpoint is not None:
             publish_checkpoint(run, checkpoint)
 

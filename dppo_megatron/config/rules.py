@@ -90,6 +90,36 @@ def _length_problems(config: Config) -> Problems:
         yield "policy.sequence_packing.train_mb_tokens", f"must hold one sequence of {total}, {need}"
 
 
+def _reward_problems(config: Config) -> Problems:
+    grpo = config.grpo
+    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
+    if scaling.source_min >= scaling.source_max:
+        yield "grpo.reward_scaling.source_min", f"must be below source_max, {scaling.source_max}"
+    if shaping.enabled and shaping.stop_properly_penalty_coef is None:
+        for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
+            if getattr(shaping, name) is None:
+                yield (
+                    f"grpo.reward_shaping.{name}",
+                    "must be given, or grpo.reward_shaping.stop_properly_penalty_coef",
+                )
+        if (shaping.overlong_buffer_length or 0) > (shaping.max_response_length or math.inf):
+            allowed = f"must be at most max_response_length, {shaping.max_response_length}"
+            yield "grpo.reward_shaping.overlong_buffer_length", allowed
+    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
+        yield "grpo.batch_multiplier", "must be 1 without grpo.use_dynamic_sampling"
+    if not grpo.use_dynamic_sampling:
+        return
+    prompts = config.dppo.prompt_pruning
+    if config.dppo.enabled and prompts.enabled and prompts.policy not in ("top", "greso"):
+        yield (
+            "grpo.use_dynamic_sampling",
+            f"stops on realised groups, which would bias dppo.prompt_pruning.policy {prompts.policy};"
+            " use greso, or dppo.prompt_pruning.enabled: false",
+        )
+    if config.dppo.rollout.replay_dir is not None or config.dppo.audit.period:
+        yield "grpo.use_dynamic_sampling", "works neither with dppo.rollout.replay_dir nor with dppo.audit.period"
+
+
 def _denominator_problems(config: Config) -> Problems:
     dppo, key = config.dppo, "dppo.denominator"
     prunes_prompts = dppo.enabled and dppo.prompt_pruning.enabled
@@ -108,13 +138,43 @@ def _denominator_problems(config: Config) -> Problems:
         yield key, "needs dppo.prompt_pruning.enabled; without it candidates is exact"
 
 
+def _loss_problems(config: Config) -> Problems:
+    loss = config.loss_fn
+    kind, high, low = (
+        loss.truncated_importance_sampling_type,
+        loss.truncated_importance_sampling_ratio,
+        loss.truncated_importance_sampling_ratio_min,
+    )
+    key = "loss_fn.truncated_importance_sampling"
+    if kind is not None and not loss.use_importance_sampling_correction:
+        yield f"{key}_type", "needs loss_fn.use_importance_sampling_correction: true"
+    if (kind is None) != (high is None):
+        yield f"{key}_ratio", f"stands with {key}_type alone, which is {kind!r}"
+    if low is None and kind in ("icepop", "seq-mask-tis"):
+        yield f"{key}_ratio_min", f"must be given for {key}_type {kind}"
+    if low is not None and (high is None or low > high):
+        yield f"{key}_ratio_min", f"must be at most {key}_ratio, {high}"
+    if loss.sequence_level_importance_ratios:
+        if kind == "seq-mask-tis":
+            yield f"{key}_type", "corrects token by token, which loss_fn.sequence_level_importance_ratios contradicts"
+        if loss.token_level_loss:
+            yield "loss_fn.sequence_level_importance_ratios", "needs a sequence mean, loss_fn.token_level_loss: false"
+    for name in ("use_cispo", "disable_ppo_ratio"):
+        if getattr(loss, name) and loss.ratio_clip_c is not None:
+            yield "loss_fn.ratio_clip_c", f"bounds the ratio's term, which loss_fn.{name} replaces; must be null"
+    if loss.disable_ppo_ratio:
+        for name in ("use_cispo", "sequence_level_importance_ratios"):
+            if getattr(loss, name):
+                yield f"loss_fn.{name}", "contradicts loss_fn.disable_ppo_ratio"
+
+
 def _pruning_problems(config: Config) -> Problems:
     dppo, completions = config.dppo, config.dppo.completion_pruning
     for name, level in (("prompt_pruning", dppo.prompt_pruning), ("completion_pruning", completions)):
         least = level.min_keep_probability
         # 1 - 0.9 is less than 0.1 in floating point.
         too_high = 1 - level.rate < least and not math.isclose(1 - level.rate, least)
-        if dppo.enabled and level.enabled and level.policy != "top" and too_high:
+        if dppo.enabled and level.enabled and level.policy not in ("top", "greso") and too_high:
             yield f"dppo.{name}.rate", f"must be at most 1 - dppo.{name}.min_keep_probability, 1 - {least}"
     if completions.scope == "group" and completions.policy != "threshold":
         yield "dppo.completion_pruning.scope", f"is for policy threshold, not {completions.policy}; use batch"
@@ -156,6 +216,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         policy.train_global_batch_size policy.make_sequence_length_divisible_by
         policy.max_total_sequence_length policy.logprob_chunk_size policy.generation.max_new_tokens
         policy.sequence_packing.train_mb_tokens
+        grpo.dynamic_sampling_max_gen_batches grpo.batch_multiplier grpo.reward_shaping.overlong_buffer_length
+        grpo.reward_shaping.max_response_length
         policy.megatron_cfg.tensor_model_parallel_size policy.megatron_cfg.pipeline_model_parallel_size
         policy.megatron_cfg.context_parallel_size policy.megatron_cfg.scheduler.lr_decay_iters
         data.max_input_seq_length env.math.num_workers cluster.gpus_per_node cluster.num_nodes
@@ -172,7 +234,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda value: value > 0,
         """policy.generation.temperature policy.refit_buffer_size_gb policy.megatron_cfg.optimizer.lr
         policy.megatron_cfg.optimizer.adam_eps loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value
-        dppo.reward.time_limit_seconds""",
+        dppo.reward.time_limit_seconds
+        loss_fn.truncated_importance_sampling_ratio""",
     ),
     (
         "at least 0",
@@ -181,7 +244,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         policy.max_grad_norm policy.megatron_cfg.optimizer.min_lr policy.megatron_cfg.optimizer.weight_decay
         policy.megatron_cfg.scheduler.lr_warmup_iters policy.megatron_cfg.scheduler.lr_warmup_init
         policy.megatron_cfg.scheduler.start_weight_decay policy.megatron_cfg.scheduler.end_weight_decay
-        dppo.audit.period""",
+        dppo.audit.period loss_fn.truncated_importance_sampling_ratio_min
+        grpo.reward_shaping.overlong_buffer_penalty""",
     ),
     ("above 1", lambda value: value > 1, "loss_fn.ratio_clip_c"),
     (
@@ -192,8 +256,16 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         dppo.prompt_pruning.rate dppo.prompt_pruning.ema_decay dppo.completion_pruning.rate""",
     ),
     (
+        "at least 0 and at most 1",
+        lambda value: 0 <= value <= 1,
+        """grpo.reward_shaping.stop_properly_penalty_coef dppo.prompt_pruning.greso.initial_exploration
+        dppo.prompt_pruning.greso.step dppo.prompt_pruning.greso.target_easy
+        dppo.prompt_pruning.greso.target_hard""",
+    ),
+    (
         "above 0 and at most 1",
         lambda value: 0 < value <= 1,
+        "dppo.prompt_pruning.greso.min_exploration "
         "dppo.prompt_pruning.min_keep_probability dppo.completion_pruning.min_keep_probability",
     ),
 )
@@ -204,8 +276,6 @@ RANGE_TEXTS = frozenset(f"must be {allowed}" for allowed, _, _ in _RANGES)
 # Values that the schema admits and nothing does yet.
 _NOT_YET: dict[str, tuple[object, ...]] = {
     "dppo.rollout.engine": ("auto", "embedded"),
-    "dppo.prompt_pruning.refill": (False,),
-    "dppo.audit.period": (0,),
     "dppo.fp8_emulate": (False,),
 }
 
@@ -215,6 +285,8 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     _size_problems,
     _sampling_problems,
     _length_problems,
+    _loss_problems,
+    _reward_problems,
     _denominator_problems,
     _pruning_problems,
     _training_problems,

@@ -13,8 +13,30 @@ def follows(key: str) -> Any:
 
 
 @dataclass(frozen=True)
+class RewardScalingConfig:
+    """``grpo.reward_scaling``: rewards clipped to [source_min, source_max], then mapped to the target's range."""
+
+    enabled: bool = False
+    source_min: float = 0.0
+    source_max: float = 1.0
+    target_min: float = 0.0
+    target_max: float = 1.0
+
+
+@dataclass(frozen=True)
+class RewardShapingConfig:
+    """``grpo.reward_shaping``: DAPO's penalty of overlong completions, or a factor for truncated ones."""
+
+    enabled: bool = False
+    overlong_buffer_length: int | None = 128
+    overlong_buffer_penalty: float | None = 1.0
+    max_response_length: int | None = follows("policy.max_total_sequence_length")
+    stop_properly_penalty_coef: float | None = None
+
+
+@dataclass(frozen=True)
 class GrpoConfig:
-    """``grpo``: sizes, validation, advantages."""
+    """``grpo``: sizes, validation, rewards, advantages, dynamic sampling."""
 
     num_prompts_per_step: int = 32
     num_generations_per_prompt: int = 16
@@ -25,6 +47,11 @@ class GrpoConfig:
     overlong_filtering: bool = False
     advantage_clip_low: float | None = None
     advantage_clip_high: float | None = None
+    reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
+    reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
+    use_dynamic_sampling: bool = False
+    dynamic_sampling_max_gen_batches: int = 10
+    batch_multiplier: int = 1
     val_period: int = 10
     val_at_start: bool = False
     val_at_end: bool = False
@@ -44,8 +71,16 @@ class LossConfig:
     ratio_clip_min: float = 0.2
     ratio_clip_max: float = 0.2
     ratio_clip_c: float | None = None
+    use_on_policy_kl_approximation: bool = False
+    use_importance_sampling_correction: bool = False
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
+    truncated_importance_sampling_ratio: float | None = None
+    truncated_importance_sampling_ratio_min: float | None = None
+    sequence_level_importance_ratios: bool = False
     token_level_loss: bool = True
     force_on_policy_ratio: bool = False
+    use_cispo: bool = False
+    disable_ppo_ratio: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,15 +266,31 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True)
+class GresoConfig:
+    """``dppo.prompt_pruning.greso``: what policy greso knows instead of a rate.
+
+    ``easy``: groups all right, ``hard``: all wrong. A prompt after z groups of equal rewards in a row is kept with
+    probability max(p^z, min_exploration), p moving by ``step`` a training step towards the target shares.
+    """
+
+    initial_exploration: float = 0.5
+    min_exploration: float = 0.01
+    step: float = 0.01
+    target_easy: float = 1 / 12
+    target_hard: float = 1 / 6
+
+
+@dataclass(frozen=True)
 class PromptPruningConfig:
     """``dppo.prompt_pruning``: before generation, on the history."""
 
     enabled: bool = True
-    policy: Literal["threshold", "neyman", "uniform"] = "threshold"
+    policy: Literal["threshold", "neyman", "uniform", "top", "greso"] = "threshold"
     rate: float = 0.3
     ema_decay: float = 0.9
     min_keep_probability: float = 0.2
     refill: bool = False
+    greso: GresoConfig = field(default_factory=GresoConfig)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What moves between ranks in a step: scores to everybody, sequences once, to where they train.
 
-Prompt p of the kept prompts is generated for by rank p % W of the W generating ranks (``PromptBatch.share``), so
-where a sequence lies follows from its number: nothing but the payload is ever sent.
+Prompt p of the kept prompts is generated for by rank p % W of the W generating ranks (``PromptBatch.share``), or by
+the owner that a merged batch names, so where a sequence lies is known: nothing but the payload is ever sent.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from dppo_megatron.batches import (
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.mesh import Axis, Mesh
 from dppo_megatron.parallel.sequence_layout import RowSequences, lay_out_row
+from dppo_megatron.rl.merging import owners_of, places_on_owners
 
 
 def gather_scores(
@@ -71,7 +72,7 @@ def exchange(
     log-probs; prompts are already everywhere.
     """
     mine = _sequences_of(rows, mesh.dp.rank)
-    completions, logprobs = _receive(rollouts, plan, rows, mine, scores.num_generations, mesh)
+    completions, logprobs = _receive(rollouts, plan, rows, mine, scores, mesh)
     prompts = scores.prompts.tokens.take(scores.prompt_rows[plan.sequences[mine]])
     coefficients = plan.weights[mine]
     if not token_level_loss:
@@ -104,12 +105,13 @@ def _sequences_of(rows: RowPlan, dp_rank: int) -> IntArray:
 
 
 def _receive(
-    rollouts: RolloutBatch, plan: PrunedBatch, rows: RowPlan, mine: IntArray, group: int, mesh: Mesh
+    rollouts: RolloutBatch, plan: PrunedBatch, rows: RowPlan, mine: IntArray, scores: ScoredBatch, mesh: Mesh
 ) -> tuple[Ragged, Ragged]:
     """The completions and sampled log-probs of ``mine``, in that order, from the ranks that sampled them."""
-    axis = mesh.generation
-    origin = plan.sequences // group % axis.size
-    local_row = plan.sequences // group // axis.size * group + plan.sequences % group
+    axis, group = mesh.generation, scores.num_generations
+    owners, prompts = owners_of(scores, num_ranks=axis.size), plan.sequences // group
+    origin = owners[prompts]
+    local_row = places_on_owners(owners)[prompts] * group + plan.sequences % group
     logprobs = Ragged(rollouts.sampled_logprobs, rollouts.completions.offsets)
 
     payloads = {}

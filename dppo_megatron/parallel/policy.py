@@ -154,16 +154,9 @@ class Policy:
         Minimises (sum of all ranks' row losses) / denominator. Equal statistics on every rank.
         """
 
-        def divided_loss(row: PackedRow, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
-            sums = loss(self._label_logprobs(row, logits, temperature), row)
-            objective = sums.loss / denominator
-            num_tokens = torch.ones((), dtype=torch.int, device=objective.device)
-            return objective, num_tokens, torch.cat([objective.detach()[None], sums.metrics])
-
-        with device.megatron_calls():
-            self.model.zero_grad_buffer()
-            self.optimizer.zero_grad()
-        sums = self._run(rows, divided_loss, forward_only=False)
+        sums = self._backward(
+            rows, loss=loss, denominator=denominator, temperature=temperature, force_all_reduce=False
+        )
         learning_rate = self.optimizer.param_groups[0]["lr"]
         with device.megatron_calls():
             outcome: Any = self.optimizer.step()
@@ -179,6 +172,48 @@ class Policy:
             metrics=tuple(zip(loss.metric_names, (value / max(num_tokens, 1) for value in metrics), strict=True)),
         )
 
+    def gradients(
+        self, rows: Sequence[PackedRow], *, loss: TokenLoss, denominator: float, temperature: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Stream the gradient that ``update`` would step along, whole, before clipping, under Hugging Face names.
+
+        Called by every rank, equal on every rank; nothing is updated. The tensors may be views: copy them. A tied
+        output layer's gradient is the embedding's and comes once.
+        """
+        # All ranks need the whole sum, also where the optimizer's shards make do with a part each.
+        self._backward(rows, loss=loss, denominator=denominator, temperature=temperature, force_all_reduce=True)
+        parameters: dict[int, Any] = {value.data_ptr(): value for value in self.model.module.parameters()}
+        local = {name: parameters[shard.data_ptr()].main_grad for name, shard in self.parameters.local.items()}
+        bucket_bytes = int(self.config.refit_buffer_size_gb * 2**30)
+        located = replace(self.parameters, local=local)
+        for name, tensor in hf_weights.stream_weights(located, mesh=self.mesh, bucket_bytes=bucket_bytes):
+            if not (name == "lm_head.weight" and self.architecture.tied):
+                yield name, tensor
+
+    def _backward(
+        self,
+        rows: Sequence[PackedRow],
+        *,
+        loss: TokenLoss,
+        denominator: float,
+        temperature: float,
+        force_all_reduce: bool,
+    ) -> list[Tensor]:
+        """Leave the gradient of the objective; returns each row's objective and metrics, on the last stage."""
+
+        def divided_loss(row: PackedRow, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+            sums = loss(self._label_logprobs(row, logits, temperature), row)
+            objective = sums.loss / denominator
+            num_tokens = torch.ones((), dtype=torch.int, device=objective.device)
+            return objective, num_tokens, torch.cat([objective.detach()[None], sums.metrics])
+
+        with device.megatron_calls():
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        # Where reduction overlaps the backward pass it starts from the model's hooks, which read this.
+        self.model.force_all_reduce = force_all_reduce
+        return self._run(rows, divided_loss, forward_only=False, force_all_reduce=force_all_reduce)
+
     def _total(self, sums: list[Tensor], *, width: int) -> Tensor:
         # The last stage holds the sums of its rows; one reduction over data and context, one broadcast along PP.
         total = torch.stack(sums).sum(0) if sums else torch.zeros(width, device=device.current())
@@ -191,6 +226,7 @@ class Policy:
         loss: Callable[[PackedRow, Tensor], tuple[Tensor, Tensor, Any]],
         *,
         forward_only: bool,
+        force_all_reduce: bool = False,
     ) -> list[Any]:
         """Run megatron-core's schedule over the rows; returns what ``loss`` keeps of each, on the last stage."""
 
@@ -209,6 +245,7 @@ class Policy:
                 seq_length=1,  # unused: lengths vary
                 micro_batch_size=1,
                 forward_only=forward_only,
+                force_all_reduce=force_all_reduce,
             )
 
 

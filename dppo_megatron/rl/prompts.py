@@ -312,26 +312,32 @@ class Prompts:
                 "rollout batch; each needs at least one prompt"
             )
         self._dataset = dataset
-        self._num_prompts = num_prompts_per_step
+        self.num_prompts_per_step = num_prompts_per_step
+        self._num_minibatches = num_minibatches
         self._shuffle = shuffle
         self._seed = seed
-        self._minibatches = np.arange(num_prompts_per_step, dtype=np.int64) * num_minibatches
-        self._minibatches //= num_prompts_per_step
         self._cursor = 0
         self._order = (-1, np.zeros(0, np.int64))
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps that it takes to see every prompt once."""
-        return -(-len(self._dataset) // self._num_prompts)
+        return -(-len(self._dataset) // self.num_prompts_per_step)
 
-    def next_batch(self) -> PromptBatch:
-        """The next step's candidates, assigned to mini-batches in contiguous equal chunks, all weights 1."""
-        places = np.arange(self._cursor, self._cursor + self._num_prompts)
-        self._cursor += self._num_prompts
+    def next_batch(self, num_prompts: int | None = None) -> PromptBatch:
+        """The next candidates, ``num_prompts_per_step`` or the given number, as ``peek`` shows them."""
+        count = num_prompts or self.num_prompts_per_step
+        batch = self.peek(count)
+        self._cursor += count
+        return batch
+
+    def peek(self, num_prompts: int) -> PromptBatch:
+        """The next candidates without taking them: in contiguous equal mini-batches, all weights 1."""
+        places = np.arange(self._cursor, self._cursor + num_prompts)
         epochs, positions = np.divmod(places, len(self._dataset))
         rows = [self._epoch_order(int(epoch))[positions[epochs == epoch]] for epoch in np.unique(epochs)]
-        return _batch(self._dataset, rows=np.concatenate(rows), minibatches=self._minibatches)
+        minibatches = equal_chunks(num_prompts, num_chunks=self._num_minibatches)
+        return _batch(self._dataset, rows=np.concatenate(rows), minibatches=minibatches)
 
     def state(self) -> dict[str, int]:
         """What a checkpoint needs: candidates taken so far, and the size of the data set."""
@@ -366,11 +372,16 @@ def validation_batch(dataset: PromptDataset, *, max_samples: int) -> PromptBatch
     return _batch(dataset, rows=rows, minibatches=np.zeros(len(rows), np.int64))
 
 
+def equal_chunks(num_items: int, *, num_chunks: int) -> IntArray:
+    """The chunk (0 .. num_chunks - 1) of each item: contiguous, as equal as they can be; int64 [num_items]."""
+    return np.arange(num_items, dtype=np.int64) * num_chunks // num_items
+
+
 def _batch(dataset: PromptDataset, *, rows: IntArray, minibatches: IntArray) -> PromptBatch:
     prompt_ids = dataset.prompt_ids[rows]
     return PromptBatch(
         prompt_ids=prompt_ids,
-        occurrences=_count_earlier(prompt_ids),
+        occurrences=count_earlier(prompt_ids),
         minibatches=minibatches,
         tokens=dataset.tokens.take(rows),
         texts=tuple(dataset.texts[row] for row in rows),
@@ -380,7 +391,7 @@ def _batch(dataset: PromptDataset, *, rows: IntArray, minibatches: IntArray) -> 
     )
 
 
-def _count_earlier(values: IntArray) -> IntArray:
+def count_earlier(values: IntArray) -> IntArray:
     """How many times each value stands earlier, int64 [P]."""
     order = np.argsort(values, kind="stable")
     _, starts, sizes = np.unique(values[order], return_index=True, return_counts=True)

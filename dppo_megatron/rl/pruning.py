@@ -8,7 +8,7 @@ arXiv 2603.04135. Departures: the denominator counts what was there before pruni
 draws with exact probabilities (test_two_levels_of_pruning_leave_the_expected_sum_unchanged).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
 import numpy as np
@@ -26,6 +26,8 @@ from dppo_megatron.rl import keep_probabilities, sampling_designs
 from dppo_megatron.rl.denominators import DenominatorKind, denominator_kind, minibatch_denominator
 from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.prompt_history import PromptHistory
+
+_BIASED = ("top", "greso")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Pruning:
         prompts = dppo.prompt_pruning if dppo.enabled and dppo.prompt_pruning.enabled else None
         completions = dppo.completion_pruning if dppo.enabled and dppo.completion_pruning.enabled else None
         for name, section in (("prompt_pruning", prompts), ("completion_pruning", completions)):
-            if section is not None:
+            if section is not None and section.policy not in _BIASED:
                 _check_rate(section, name=name)
         if completions is not None and completions.scope == "group" and completions.policy != "threshold":
             raise ValueError("dppo.completion_pruning.scope: group; allowed: batch, unless the policy is threshold")
@@ -70,8 +72,9 @@ class Pruning:
                 "completions with advantage 0 are not dropped: their KL term has a gradient "
                 f"(loss_fn.reference_policy_kl_penalty: {loss_fn.reference_policy_kl_penalty})"
             )
-        if completions is not None and completions.policy == "top":
-            notes.append("dppo.completion_pruning.policy: top is biased: for comparison only")
+        for name, section in (("prompt_pruning", prompts), ("completion_pruning", completions)):
+            if section is not None and section.policy in _BIASED:
+                notes.append(f"dppo.{name}.policy: {section.policy} is biased: for comparison only")
         if dppo.denominator == "kept":
             notes.append("dppo.denominator: kept is biased: for comparison only")
         if dppo.denominator == "estimated_tokens" and prompts is not None:
@@ -89,36 +92,56 @@ class Pruning:
             notes=tuple(notes),
         )
 
+    def without_pruning(self) -> "Pruning":
+        """The same objective over everything that there is: what the estimates are measured against."""
+        full: dict[DenominatorKind, DenominatorKind] = {"kept_sequences": "sequences", "kept_tokens": "tokens"}
+        return replace(
+            self,
+            prompts=None,
+            completions=None,
+            drops_zero_advantage=False,
+            denominator=full.get(self.denominator, self.denominator),
+        )
 
-def prompt_keep_probabilities(candidates: PromptBatch, *, history: PromptHistory, pruning: Pruning) -> FloatArray:
-    """p_q of each candidate, float64 [C], from the history alone; 1 for a prompt never seen."""
+
+def prompt_keep_probabilities(
+    candidates: PromptBatch, *, history: PromptHistory, pruning: Pruning, draws: Draws
+) -> FloatArray:
+    """p_q of each candidate, float64 [C], from the history alone; 1 for a prompt never seen.
+
+    The draws only break ties of ``top``.
+    """
     probabilities = np.ones(len(candidates))
     config = pruning.prompts
     if config is None:
         return probabilities
+    if config.policy == "greso":
+        assert history.exploration is not None, "the history of policy greso knows its configuration"
+        runs = history.zero_runs(candidates.prompt_ids)
+        return sampling_designs.round_up_to_ticks(history.exploration.keep_probabilities(runs, config=config.greso))
     scores, seen = history.lookup(candidates.prompt_ids)
-    probabilities[seen] = _keep_probabilities(scores[seen], config=config)
+    keys = _prompt_keys(candidates, draws=draws)[seen]
+    probabilities[seen] = _keep_probabilities(scores[seen], config=config, tie_breakers=keys)
     return probabilities
 
 
 def prune_prompts(candidates: PromptBatch, *, history: PromptHistory, pruning: Pruning, draws: Draws) -> PromptBatch:
-    """The prompts to generate for, in the candidates' order, with weights 1 / p_q.
+    """The prompts to generate for, in the candidates' order, with weights 1 / p_q (1 for ``greso``).
 
     Each mini-batch has its own independent draw. ``num_candidates`` stays that of the candidates.
     """
-    probabilities = prompt_keep_probabilities(candidates, history=history, pruning=pruning)
+    probabilities = prompt_keep_probabilities(candidates, history=history, pruning=pruning, draws=draws)
     kept = _draw(
         probabilities,
-        keys=draws.words(
-            Purpose.PROMPT_PRUNING, candidates.minibatches, candidates.prompt_ids, candidates.occurrences
-        ),
+        keys=_prompt_keys(candidates, draws=draws),
         minibatches=candidates.minibatches,
         purpose=Purpose.PROMPT_PRUNING,
         pruning=pruning,
         draws=draws,
     )
     rows = np.flatnonzero(kept)
-    return candidates.take(rows).with_weights(1 / probabilities[rows])
+    reweights = pruning.prompts is None or pruning.prompts.policy != "greso"
+    return candidates.take(rows).with_weights(1 / probabilities[rows] if reweights else np.ones(len(rows)))
 
 
 def completion_keep_probabilities(scores: ScoredBatch, *, pruning: Pruning, draws: Draws) -> FloatArray:
@@ -214,8 +237,8 @@ def _keep_probabilities(
     scores: FloatArray,
     *,
     config: PromptPruningConfig | CompletionPruningConfig,
+    tie_breakers: NDArray[np.uint64],
     groups: IntArray | None = None,
-    tie_breakers: NDArray[np.uint64] | None = None,
 ) -> FloatArray:
     """Keep probabilities by the configured policy, on the grid of the sampling designs."""
     rate, least = config.rate, config.min_keep_probability
@@ -228,11 +251,16 @@ def _keep_probabilities(
         case "uniform":
             result = keep_probabilities.uniform(scores, rate=rate, min_keep_probability=least)
         case "top":
-            assert tie_breakers is not None
             result = keep_probabilities.top(scores, rate=rate, tie_breakers=tie_breakers)
+        case "greso":
+            raise AssertionError("greso keeps prompts by runs, not by scores")
         case _:
             assert_never(config.policy)
     return sampling_designs.round_up_to_ticks(result)
+
+
+def _prompt_keys(candidates: PromptBatch, *, draws: Draws) -> NDArray[np.uint64]:
+    return draws.words(Purpose.PROMPT_PRUNING, candidates.minibatches, candidates.prompt_ids, candidates.occurrences)
 
 
 def _completion_keys(scores: ScoredBatch, *, draws: Draws) -> NDArray[np.uint64]:

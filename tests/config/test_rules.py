@@ -91,8 +91,6 @@ def test_a_sound_configuration_is_accepted(tmp_path: Path, overrides: tuple[str,
         ("dppo.completion_pruning.rate=0.96", "1 - dppo.completion_pruning.min_keep_probability, 1 - 0.05"),
         ("dppo.completion_pruning.scope=group", "is for policy threshold, not neyman"),
         ("dppo.rollout.engine=vllm", "not yet available; use 'auto' or 'embedded'"),
-        ("dppo.prompt_pruning.refill=true", "not yet available; use False"),
-        ("dppo.audit.period=10", "not yet available; use 0"),
         ("dppo.fp8_emulate=true", "not yet available; use False"),
     ],
 )

@@ -121,7 +121,9 @@ def test_a_saved_state_does_not_change_with_later_steps() -> None:
 
 def test_a_state_that_is_not_sorted_is_refused() -> None:
     with pytest.raises(ValueError, match="rising"):
-        PromptHistory.from_state({"prompt_ids": np.array([2, 1]), "scores": np.zeros(2)}, ema_decay=0.9)
+        PromptHistory.from_state(
+            {"prompt_ids": np.array([2, 1]), "scores": np.zeros(2), "zero_runs": np.zeros(2)}, ema_decay=0.9
+        )
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])

@@ -117,7 +117,13 @@ def test_two_levels_of_pruning_leave_the_expected_sum_unchanged(prompt_policy, c
     )
     pruning = pruning_of(dppo, loss_fn)
     batch, history = candidates(list(advantages)), history_of({10: 0.2, 20: 1.3, 30: 0.0})
-    p_prompts = dict(zip(advantages, prompt_keep_probabilities(batch, history=history, pruning=pruning), strict=True))
+    p_prompts = dict(
+        zip(
+            advantages,
+            prompt_keep_probabilities(batch, history=history, pruning=pruning, draws=Draws(0, 0)),
+            strict=True,
+        )
+    )
     assert min(p_prompts.values()) < 1
     total, certainty = 0.0, 0.0
     for kept_prompts in subsets([(int(Purpose.PROMPT_PRUNING), q) for q in advantages]):
@@ -263,6 +269,7 @@ def test_unseen_prompts_are_kept_and_do_not_enter_the_mean(policy, expected) -> 
         candidates([1, 8, 2, 9, 3]),
         history=history_of({1: 0.0, 2: 0.125, 3: 0.375}),
         pruning=pruning_of(DppoConfig(prompt_pruning=PromptPruningConfig(policy=policy, rate=0.5))),
+        draws=Draws(0, 0),
     )
     np.testing.assert_array_equal(p[[1, 3]], 1)
     np.testing.assert_allclose(p[[0, 2, 4]], expected, rtol=1e-9)
@@ -275,7 +282,7 @@ def test_kept_prompts_stay_in_order_with_inverse_probabilities_as_weights() -> N
     history = history_of({q: 0.1 * q for q in range(30)})
     batch = candidates(np.arange(40), num_minibatches=3)
     pruning = pruning_of(DppoConfig(prompt_pruning=PromptPruningConfig(rate=0.6)))
-    p = prompt_keep_probabilities(batch, history=history, pruning=pruning)
+    p = prompt_keep_probabilities(batch, history=history, pruning=pruning, draws=Draws(0, 0))
     kept = prune_prompts(batch, history=history, pruning=pruning, draws=Draws(0, 0))
     assert 20 < len(kept) < 40
     assert (np.diff(kept.prompt_ids) > 0).all()
