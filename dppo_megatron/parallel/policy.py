@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from dppo_megatron.parallel.logprobs import label_logprobs
 from dppo_megatron.parallel.mesh import Mesh
 from dppo_megatron.parallel.model import build_model, transformer_config
 from dppo_megatron.parallel.optimizer import build_optimizer, data_parallel_config
+from dppo_megatron.parallel.row_layout import row_layout
 from dppo_megatron.plan import layers_of_stages
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,8 @@ class Policy:
 
         def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
             row = next(iterator)
-            logits = model(row.token_ids[None], row.positions[None], None, packed_seq_params=_packed_params(row))
+            layout = row_layout(row, self.architecture, cp=self.mesh.cp)
+            logits = model(row.token_ids[None], row.positions[None], None, packed_seq_params=layout)
             return logits, partial(loss, row)
 
         schedule = get_forward_backward_func()
@@ -210,17 +211,3 @@ class Policy:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-
-
-def _packed_params(row: PackedRow) -> PackedSeqParams:
-    # max_seqlen must be the longest sequence: megatron-core reads rotary positions as continuous over the row
-    # when it equals the row's length.
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=row.cu_seqlens,
-        cu_seqlens_kv=row.cu_seqlens,
-        cu_seqlens_q_padded=row.cu_seqlens,
-        cu_seqlens_kv_padded=row.cu_seqlens,
-        max_seqlen_q=row.max_seqlen,
-        max_seqlen_kv=row.max_seqlen,
-    )
