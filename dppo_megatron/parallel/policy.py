@@ -22,6 +22,7 @@ from dppo_megatron.parallel.logprobs import label_logprobs
 from dppo_megatron.parallel.mesh import Mesh
 from dppo_megatron.parallel.model import build_model, transformer_config
 from dppo_megatron.parallel.optimizer import build_optimizer, data_parallel_config
+from dppo_megatron.parallel.rotary import rotary_frequencies
 from dppo_megatron.parallel.row_layout import row_layout
 from dppo_megatron.plan import layers_of_stages
 
@@ -59,6 +60,8 @@ class Policy:
         # DistributedDataParallel moves parameters into its own buffers: locate them again.
         self.parameters = hf_weights.locate_parameters(chunk, architecture, mesh=mesh, stages=stages)
         self._connect_schedule()
+        self._frequencies = rotary_frequencies(architecture).to(device.current())
+        self._width = architecture.num_attention_heads * architecture.head_dim
         self.num_updates = 0
 
     def continue_schedule(self, num_updates: int) -> None:
@@ -196,7 +199,7 @@ class Policy:
 
         def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
             row = next(iterator)
-            layout = row_layout(row, self.architecture, cp=self.mesh.cp)
+            layout = row_layout(row, frequencies=self._frequencies, width=self._width, cp=self.mesh.cp)
             logits = model(row.token_ids[None], row.positions[None], None, packed_seq_params=layout)
             return logits, partial(loss, row)
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dppo_megatron import device
-from dppo_megatron.architecture import Architecture
 from dppo_megatron.batches import IntArray, PackedRow
 from dppo_megatron.parallel.mesh import Axis
 from dppo_megatron.parallel.sequence_layout import zigzag_positions
@@ -103,15 +102,14 @@ class RowLayout(PackedSeqParams):
     sines: Tensor | None = None
 
 
-def row_layout(row: PackedRow, architecture: Architecture, *, cp: Axis) -> RowLayout:
+def row_layout(row: PackedRow, *, frequencies: Tensor, width: int, cp: Axis) -> RowLayout:
     """Work out what all layers share of a row.
 
+    frequencies: [d / 2], angle per position of each pair of a head's channels. width: of all query heads together.
     Source: ``RotaryEmbedding`` of megatron-core, which every layer cuts and joins again by sequence.
     """
-    head_dim, lengths = architecture.head_dim, row.sequence_lengths
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=row.positions.device) / head_dim
-    angles = row.positions.float()[:, None, None] * (1 / architecture.rope_theta**exponents)
-    width = architecture.num_attention_heads * head_dim
+    lengths = row.sequence_lengths
+    angles = row.positions.float()[:, None, None] * frequencies
     order = None
     if cp.size > 1:
         order = _to_device(zigzag_positions(lengths, cp.size).argsort(axis=None))

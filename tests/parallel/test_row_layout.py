@@ -11,7 +11,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dppo_megatron.architecture import Architecture
 from dppo_megatron.batches import PackedRow, Ragged
 from dppo_megatron.parallel.layer_spec import PackedAttention
 from dppo_megatron.parallel.row_layout import RowLayout, padded_batches, row_layout
@@ -19,20 +18,6 @@ from dppo_megatron.parallel.sequence_layout import RowSequences, lay_out_row
 
 HEADS, KV_HEADS, HEAD_DIM, THETA = 4, 2, 8, 1e4
 ALONE = SimpleNamespace(size=1, rank=0)
-ARCHITECTURE = Architecture(
-    num_layers=1,
-    hidden_size=HEADS * HEAD_DIM,
-    num_attention_heads=HEADS,
-    num_key_value_heads=KV_HEADS,
-    head_dim=HEAD_DIM,
-    ffn_hidden_size=1,
-    vocab_size=8,
-    tied=True,
-    rope_theta=THETA,
-    norm_epsilon=1e-6,
-    max_positions=512,
-    qk_norm=True,
-)
 
 
 def row_of(lengths: list[int], *, row_multiple: int = 1) -> PackedRow:
@@ -55,7 +40,8 @@ def row_of(lengths: list[int], *, row_multiple: int = 1) -> PackedRow:
 
 
 def layout_of(lengths: list[int]) -> RowLayout:
-    return row_layout(row_of(lengths), ARCHITECTURE, cp=ALONE)  # type: ignore[arg-type]
+    frequencies = THETA ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    return row_layout(row_of(lengths), frequencies=frequencies, width=HEADS * HEAD_DIM, cp=ALONE)  # type: ignore[arg-type]
 
 
 def attend(tensors: list[Tensor], layout: RowLayout) -> Tensor:

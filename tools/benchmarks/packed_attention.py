@@ -20,6 +20,7 @@ from torch import Tensor
 from dppo_megatron.architecture import Architecture
 from dppo_megatron.batches import IntArray, PackedRow
 from dppo_megatron.parallel.layer_spec import PackedAttention
+from dppo_megatron.parallel.rotary import rotary_frequencies
 from dppo_megatron.parallel.row_layout import RowLayout, row_layout
 
 MODELS = {"quickstart": (4, 2, 16), "30M": (8, 2, 64)}  # query heads, key-value heads, head size
@@ -75,7 +76,12 @@ def layout_of(lengths: IntArray, architecture: Architecture) -> RowLayout:
         sequence_lengths=lengths,
         num_sequences=len(lengths),
     )
-    return row_layout(row, architecture, cp=Alone())  # type: ignore[arg-type]
+    return row_layout(
+        row,
+        frequencies=rotary_frequencies(architecture),
+        width=architecture.num_attention_heads * architecture.head_dim,
+        cp=Alone(),  # type: ignore[arg-type]
+    )
 
 
 def architecture_of(model: str) -> Architecture:
