@@ -291,7 +291,8 @@ class PackedRow:
     token_ids, labels, positions: int64. coefficients: float32, the weight of the token's loss term: zero
     where the label is not a sampled token, else w_i (token mean) or w_i / completion length (sequence mean).
     advantages, sampled_logprobs: float32, those of the label's token, zero elsewhere.
-    cu_seqlens: int32 [S + 1], bounds of the padded sequences in the whole row. max_seqlen: padded tokens.
+    sequence_lengths: int64, on the host, padded tokens in the whole row of each of the ``num_sequences`` sequences
+    and of the row's padding, where there is any. cu_seqlens: int32, their bounds.
     old_logprobs, reference_logprobs: float32 [T] or None where not needed.
     """
 
@@ -302,7 +303,8 @@ class PackedRow:
     advantages: "Tensor"
     sampled_logprobs: "Tensor"
     cu_seqlens: "Tensor"
-    max_seqlen: int
+    sequence_lengths: IntArray
+    num_sequences: int
     old_logprobs: "Tensor | None" = None
     reference_logprobs: "Tensor | None" = None
 
@@ -310,6 +312,13 @@ class PackedRow:
         shapes = {tuple(field.shape) for field in (self.token_ids, self.labels, self.positions)}
         shapes |= {tuple(field.shape) for field in (self.coefficients, self.advantages, self.sampled_logprobs)}
         assert len(shapes) == 1, f"fields of different shapes: {shapes}"
+        assert len(self.cu_seqlens) == len(self.sequence_lengths) + 1
+        assert self.num_sequences in (len(self.sequence_lengths), len(self.sequence_lengths) - 1)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest padded sequence in the whole row."""
+        return int(self.sequence_lengths.max())
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ SITES = {
     ("dist_checkpointing.strategies.filesystem_async", "torch.cuda.synchronize"),
     ("dist_checkpointing.strategies.state_dict_saver", "torch.cuda.current_device"),
     ("distributed.param_and_grad_buffer", "torch.cuda.current_device"),
-    ("models.common.embeddings.rotary_pos_embedding", "torch.cuda.current_device"),
     ("optimizer.clip_grads", "Tensor.type"),
     ("optimizer.clip_grads", "zeros(device='cuda')"),
     ("optimizer.distrib_optimizer", "Tensor.cuda"),

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dppo_megatron import device
-from dppo_megatron.parallel.sequence_layout import padded_index, zigzag_positions
+from dppo_megatron.parallel.row_layout import RowLayout
 
 
 class RmsNorm(torch.nn.Module):
@@ -40,12 +40,11 @@ class RmsNorm(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention over THD rows by torch's scaled_dot_product_attention, with GQA and context parallelism.
+    """Causal attention over THD rows by torch's scaled_dot_product_attention: GQA, context parallelism, rotation.
 
-    Sequences of a row become a batch padded on the right: under causal attention no query sees the padding, so
-    no mask is needed. With context parallelism keys and values are all-gathered and every rank's queries attend
-    by their true positions (Megatron's zigzag order: of 2 * CP chunks of a sequence, rank r holds r and
-    2 * CP - 1 - r).
+    What all layers share of a row (which sequences attend in one call, rotary angles) comes in its ``RowLayout``.
+    With context parallelism keys and values are all-gathered and every rank's queries attend by their true
+    positions.
     """
 
     def __init__(
@@ -79,30 +78,28 @@ class PackedAttention(MegatronModule):
 
         query: [T, heads, d]; key, value: [T, kv heads, d]; returns [T, heads, d].
         """
-        if packed_seq_params is None:
-            raise ValueError("attention takes packed rows only: packed_seq_params is missing")
-        cu_seqlens = packed_seq_params.cu_seqlens_q
-        cp_size = self.cp_group.size()
-        assert cu_seqlens is not None
-        if cu_seqlens.numel() == 2 and cp_size == 1:
-            return self._attend(query[None], key[None], value[None], mask=None)[0]
-        local = padded_index(cu_seqlens // cp_size)
-        mask = None
-        if cp_size == 1:
-            keys, values, whole = key, value, local
-        else:
-            whole = padded_index(cu_seqlens)
-            positions = zigzag_positions(cu_seqlens, cp_size)  # [CP, T]: place in the row of each rank's tokens
-            order = positions.flatten().argsort()
-            keys, values = (self._gather(part)[order] for part in (key, value))
-            starts = cu_seqlens[:-1].long()[:, None]
-            query_positions = positions[self.cp_group.rank()][local] - starts
-            mask = query_positions[:, None, :, None] >= torch.arange(whole.size(1), device=key.device)
-        out = self._attend(query[local], keys[whole], values[whole], mask=mask)
-        # A padded place repeats the sequence's first token (padded_index); each token is read back once.
-        lengths = cu_seqlens.diff() // cp_size
-        real = torch.arange(local.size(1), device=local.device) < lengths[:, None]
-        return out[real]
+        row = packed_seq_params
+        if not isinstance(row, RowLayout):
+            raise ValueError(f"attention takes packed rows only: packed_seq_params is {type(row).__name__}")
+        assert row.cosines is not None
+        assert row.sines is not None
+        query, key = (_rotate(part, cosines=row.cosines, sines=row.sines) for part in (query, key))
+        if row.order is not None:
+            key, value = (self._gather(part).index_select(0, row.order) for part in (key, value))
+        key_tokens = [batch.keys.num_tokens for batch in row.batches]
+        outputs = [
+            batch.queries.unpad(
+                self._attend(batch.queries.pad(q), batch.keys.pad(k), batch.keys.pad(v), mask=batch.mask)
+            )
+            for batch, q, k, v in zip(
+                row.batches,
+                query.split([batch.queries.num_tokens for batch in row.batches]),
+                key.split(key_tokens),
+                value.split(key_tokens),
+                strict=True,
+            )
+        ]
+        return torch.cat(outputs)
 
     def _gather(self, part: Tensor) -> Tensor:
         return gather_from_sequence_parallel_region(part, group=self.cp_group)
@@ -116,6 +113,13 @@ class PackedAttention(MegatronModule):
             enable_gqa=query.size(2) != key.size(2),
         )
         return out.transpose(1, 2)
+
+
+def _rotate(heads: Tensor, *, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate [T, heads, d] by the angles of its tokens, in the halves' order of Hugging Face's models."""
+    first, second = heads.chunk(2, dim=-1)
+    cosines, sines = cosines.to(heads.dtype), sines.to(heads.dtype)
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 
 
 def local_block_spec(config: TransformerConfig, *, num_layers: int) -> TransformerBlockSubmodules:

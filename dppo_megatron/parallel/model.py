@@ -81,7 +81,7 @@ def build_model(architecture: Architecture, config: TransformerConfig, *, mesh: 
         post_process=mesh.pp.is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="rope",
-        rotary_base=int(architecture.rope_theta),
+        # The attention rotates, by angles worked out once a row: megatron-core's loops over a row's sequences.
+        position_embedding_type="none",
         pg_collection=mesh.groups,
     ).to(device.current())

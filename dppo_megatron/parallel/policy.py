@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -23,6 +22,8 @@ from dppo_megatron.parallel.logprobs import label_logprobs
 from dppo_megatron.parallel.mesh import Mesh
 from dppo_megatron.parallel.model import build_model, transformer_config
 from dppo_megatron.parallel.optimizer import build_optimizer, data_parallel_config
+from dppo_megatron.parallel.rotary import rotary_frequencies
+from dppo_megatron.parallel.row_layout import row_layout
 from dppo_megatron.plan import layers_of_stages
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Policy:
         # DistributedDataParallel moves parameters into its own buffers: locate them again.
         self.parameters = hf_weights.locate_parameters(chunk, architecture, mesh=mesh, stages=stages)
         self._connect_schedule()
+        self._frequencies = rotary_frequencies(architecture).to(device.current())
+        self._width = architecture.num_attention_heads * architecture.head_dim
         self.num_updates = 0
 
     def continue_schedule(self, num_updates: int) -> None:
@@ -232,7 +235,8 @@ class Policy:
 
         def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
             row = next(iterator)
-            logits = model(row.token_ids[None], row.positions[None], None, packed_seq_params=_packed_params(row))
+            layout = row_layout(row, frequencies=self._frequencies, width=self._width, cp=self.mesh.cp)
+            logits = model(row.token_ids[None], row.positions[None], None, packed_seq_params=layout)
             return logits, partial(loss, row)
 
         schedule = get_forward_backward_func()
@@ -247,17 +251,3 @@ class Policy:
                 forward_only=forward_only,
                 force_all_reduce=force_all_reduce,
             )
-
-
-def _packed_params(row: PackedRow) -> PackedSeqParams:
-    # max_seqlen must be the longest sequence: megatron-core reads rotary positions as continuous over the row
-    # when it equals the row's length.
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=row.cu_seqlens,
-        cu_seqlens_kv=row.cu_seqlens,
-        cu_seqlens_q_padded=row.cu_seqlens,
-        cu_seqlens_kv_padded=row.cu_seqlens,
-        max_seqlen_q=row.max_seqlen,
-        max_seqlen_kv=row.max_seqlen,
-    )

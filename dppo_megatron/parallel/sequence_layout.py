@@ -10,37 +10,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dppo_megatron import device
 from dppo_megatron.batches import FloatArray, IntArray, PackedRow, Ragged
 
 
-def zigzag_positions(cu_seqlens: Tensor, cp_size: int) -> Tensor:
+def zigzag_positions(lengths: IntArray, cp_size: int) -> IntArray:
     """Where in the whole row each context-parallel rank's tokens stand.
 
-    cu_seqlens: [S + 1], multiples of 2 * CP. Returns int64 [CP, T / CP], each row in the rank's own order.
+    lengths: [S], of the row's sequences, multiples of 2 * CP. Returns int64 [CP, T / CP], each row in the rank's
+    own order.
     """
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     share = lengths // cp_size
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=starts.device), share)
-    within = torch.arange(len(sequence), device=starts.device) - (starts // cp_size)[sequence]
-    chunk = (share // 2)[sequence]
-    rank = torch.arange(cp_size, device=starts.device)[:, None]
-    early = within < chunk
-    return starts[sequence] + torch.where(
-        early, rank * chunk + within, (2 * cp_size - 1 - rank) * chunk + within - chunk
-    )
-
-
-def padded_index(cu_seqlens: Tensor) -> Tensor:
-    """Index [S, longest] that lays the sequences of a row out as a batch padded on the right.
-
-    Padded places point at the sequence's first token: a real row, so that no garbage enters the arithmetic.
-    """
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    steps = torch.arange(int(lengths.max()), device=starts.device)
-    return starts[:, None] + torch.where(steps < lengths[:, None], steps, 0)
+    chunk = np.repeat(share // 2, share)
+    starts = np.repeat(lengths.cumsum() - lengths, share)
+    within = np.arange(len(starts)) - np.repeat(share.cumsum() - share, share)
+    rank = np.arange(cp_size)[:, None]
+    return starts + np.where(within < chunk, rank * chunk + within, (2 * cp_size - 1 - rank) * chunk + within - chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +50,16 @@ def lay_out_row(
     """Pack sequences end to end and take this context-parallel rank's tokens.
 
     Position t of a sequence carries the label, advantage and coefficient of token t + 1; they are laid out on
-    the whole row before it is cut, so that no label crosses a rank. The last sequence takes the row's padding.
+    the whole row before it is cut, so that no label crosses a rank. The row's padding is a sequence of its own.
     """
     prompt_lengths, completion_lengths = sequences.prompts.lengths, sequences.completions.lengths
     lengths = prompt_lengths + completion_lengths
-    padded = np.maximum(-(-lengths // sequence_multiple), 1) * sequence_multiple
-    if not len(padded):
-        padded = np.array([sequence_multiple], np.int64)
-    padded[-1] += -padded.sum() % row_multiple
-    cu_seqlens = np.concatenate([[0], np.cumsum(padded)])
-    row_length = int(cu_seqlens[-1])
-    starts = cu_seqlens[:-1][: len(lengths)]
+    padded = -(-lengths // sequence_multiple) * sequence_multiple
+    starts = padded.cumsum() - padded
+    padding = -padded.sum() % row_multiple if len(padded) else row_multiple
+    if padding:
+        padded = np.append(padded, padding)
+    row_length = int(padded.sum())
 
     token_ids = np.zeros(row_length, np.int64)
     token_ids[_places(starts, prompt_lengths)] = sequences.prompts.values
@@ -88,16 +73,16 @@ def lay_out_row(
     per_token[0, actions] = np.repeat(sequences.coefficients, completion_lengths)
     per_token[1, actions] = np.repeat(sequences.advantages, completion_lengths)
     per_token[2, actions] = sequences.sampled_logprobs
-    positions = np.arange(row_length) - np.repeat(cu_seqlens[:-1], padded)
+    positions = np.arange(row_length) - np.repeat(padded.cumsum() - padded, padded)
 
-    bounds = torch.from_numpy(cu_seqlens.astype(np.int32))
     integers = torch.from_numpy(np.stack([token_ids, labels, positions]))
     floats = torch.from_numpy(per_token)
     if cp_size > 1:
-        mine = zigzag_positions(bounds, cp_size)[cp_rank]
+        mine = torch.from_numpy(zigzag_positions(padded, cp_size)[cp_rank])
         integers, floats = integers[:, mine], floats[:, mine]
+    bounds = torch.from_numpy(np.concatenate([[0], padded.cumsum()]).astype(np.int32))
     target = device.current()
-    integers, floats = (device.pin(part).to(target, non_blocking=True) for part in (integers, floats))
+    integers, floats, bounds = (device.pin(part).to(target, non_blocking=True) for part in (integers, floats, bounds))
     return PackedRow(
         token_ids=integers[0],
         labels=integers[1],
@@ -105,8 +90,9 @@ def lay_out_row(
         coefficients=floats[0],
         advantages=floats[1],
         sampled_logprobs=floats[2],
-        cu_seqlens=bounds.to(target, non_blocking=True),
-        max_seqlen=int(padded.max()),
+        cu_seqlens=bounds,
+        sequence_lengths=padded,
+        num_sequences=len(lengths),
     )
 
 

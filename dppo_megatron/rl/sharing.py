@@ -49,7 +49,8 @@ def share(bins: Bins, *, dp_size: int, num_rows_multiple: int = 1, attention_wei
     """Spread bins over ranks: the same number of rows each, the least that holds them, at level cost.
 
     num_rows_multiple: what that number is a multiple of. attention_weight: cost of a squared token of length,
-    a token costing 1. A rank's rows stand in falling cost, so that rows that run together are alike.
+    a token costing 1. A rank's rows stand in falling cost, so that rows that run together are alike; a row's
+    sequences in falling length, so that attention finds like ones side by side.
     """
     assert attention_weight >= 0
     num_rows = rows_each(bins.num_bins, dp_size=dp_size, num_rows_multiple=num_rows_multiple)
@@ -64,7 +65,7 @@ def share(bins: Bins, *, dp_size: int, num_rows_multiple: int = 1, attention_wei
         bin_of, rank_of = table.bin_of, table.rank_of
     order = np.lexsort((-_sums(cost, bin_of, num_bins), rank_of))
     ends = np.cumsum(np.bincount(bin_of, minlength=num_bins))
-    members = np.split(np.argsort(bin_of, kind="stable"), ends[:-1])
+    members = np.split(np.lexsort((-padded, bin_of)), ends[:-1])
     rows = [members[row] for row in order]
     return RowPlan(
         rows=tuple(tuple(rows[rank * num_rows : (rank + 1) * num_rows]) for rank in range(dp_size)),

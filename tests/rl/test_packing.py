@@ -221,7 +221,7 @@ def test_one_item_is_no_pair_with_itself() -> None:
 def test_concatenative_fills_rows_in_order() -> None:
     plan = plan_of([60, 30, 20, 80, 100, 5], algorithm="concatenative")
 
-    assert sorted(as_lists(plan)[0]) == [[0, 1], [2, 3], [4], [5]]
+    assert sorted(sorted(row) for row in as_lists(plan)[0]) == [[0, 1], [2, 3], [4], [5]]
 
 
 def test_a_window_goes_before_the_algorithm() -> None:
@@ -300,6 +300,13 @@ def test_the_rows_of_a_rank_stand_in_falling_cost() -> None:
     for rows in plan_of(lengths, capacity=2048, dp_size=4).rows:
         tokens = [int(lengths[row].sum()) for row in rows]
         assert tokens == sorted(tokens, reverse=True)
+
+
+def test_the_sequences_of_a_row_stand_in_falling_length() -> None:
+    lengths = BENCHMARK["draw_lengths"](500, max_response=1024)
+    rows = [lengths[row] for rank in plan_of(lengths, capacity=2048, dp_size=4).rows for row in rank]
+    assert all((np.diff(row) <= 0).all() for row in rows)
+    assert any((np.diff(row) < 0).any() for row in rows)
 
 
 def test_padding_is_reported_by_its_cause() -> None:
