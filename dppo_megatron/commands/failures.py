@@ -12,7 +12,7 @@ def complain(error: Exception | str, code: int) -> int:
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         # What every rank finds wrong, rank 0 says; the launcher ends this process meanwhile.
-        time.sleep(3)
+        time.sleep(10)
     where = f" (rank {rank})" if rank != "0" else ""
     sys.stderr.write(f"dppo: error{where}: {error}\n")
     return code

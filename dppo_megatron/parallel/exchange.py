@@ -20,10 +20,10 @@ from dppo_megatron.batches import (
     RowPlan,
     ScoredBatch,
 )
+from dppo_megatron.ownership import owners_of, places_on_owners
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.mesh import Axis, Mesh
 from dppo_megatron.parallel.sequence_layout import RowSequences, lay_out_row
-from dppo_megatron.rl.merging import owners_of, places_on_owners
 
 
 def gather_scores(

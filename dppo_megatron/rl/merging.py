@@ -10,20 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from dppo_megatron.batches import IntArray, PromptBatch, Ragged, RolloutBatch, ScoredBatch
-
-
-def owners_of(scores: ScoredBatch, *, num_ranks: int) -> IntArray:
-    """The generating rank of each prompt, int64 [P]: as recorded, or dealt out in turn."""
-    return np.arange(len(scores.prompts)) % num_ranks if scores.owners is None else scores.owners
-
-
-def places_on_owners(owners: IntArray) -> IntArray:
-    """How many earlier prompts each prompt's rank generated for, int64 [P]: its place among that rank's prompts."""
-    order = np.argsort(owners, kind="stable")
-    _, starts, sizes = np.unique(owners[order], return_index=True, return_counts=True)
-    places = np.empty(len(owners), np.int64)
-    places[order] = np.arange(len(owners)) - np.repeat(starts, sizes)
-    return places
+from dppo_megatron.ownership import owners_of, places_on_owners
 
 
 def take_prompts(
