@@ -54,6 +54,11 @@ class LoadedConfig:
     places: dict[str, Place] = field(repr=False)
     warnings: tuple[Problem, ...] = ()
 
+    def place(self, key: str) -> Place:
+        """Where a dotted key, or the block that holds it, was set last; the file itself for a default."""
+        places = (self.places[part] for part in ancestors(key) if part in self.places)
+        return next(places, Place.of_file(self.files[-1]) if self.files else Place("default"))
+
     def where(self, key: str) -> str:
         """Where a dotted key was set last: ``file:line``, ``override text``, or ``default``."""
         return str(self.places.get(key, "default"))
@@ -61,9 +66,9 @@ class LoadedConfig:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What is found of a configuration; ``loaded`` is None where there are errors."""
+    """What is found of a configuration; with errors, stand-ins are in ``loaded`` where values were refused."""
 
-    loaded: LoadedConfig | None
+    loaded: LoadedConfig
     errors: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
 
@@ -85,8 +90,7 @@ def examine(path: Path | str, overrides: Sequence[str] = ()) -> Examination:
     draft = _Draft(path, overrides, is_known=_is_known)
     loaded = draft.load()
     draft.try_rules(loaded)
-    errors = tuple(draft.problems.values())
-    return Examination(None if errors else loaded, errors, loaded.warnings)
+    return Examination(loaded, tuple(draft.problems.values()), loaded.warnings)
 
 
 def require_config(path: Path | str, overrides: Sequence[str] = (), *, strict: bool = False) -> LoadedConfig:
@@ -96,7 +100,7 @@ def require_config(path: Path | str, overrides: Sequence[str] = (), *, strict: b
     """
     found = examine(path, overrides)
     errors = found.errors + (found.warnings if strict else ())
-    if found.loaded is None or errors:
+    if errors:
         raise ConfigError(errors)
     return found.loaded
 
