@@ -103,7 +103,9 @@ class Savings:
 
 def expected_savings(dppo: DppoConfig) -> Savings:
     """The fractions that the rates ask for; completions of zero advantage are dropped beyond them."""
-    prompts = 1 - dppo.prompt_pruning.rate if dppo.enabled and dppo.prompt_pruning.enabled else 1.0
+    # greso goes by no rate: what it will skip cannot be told beforehand.
+    prunes_prompts = dppo.enabled and dppo.prompt_pruning.enabled and dppo.prompt_pruning.policy != "greso"
+    prompts = 1 - dppo.prompt_pruning.rate if prunes_prompts else 1.0
     completions = 1 - dppo.completion_pruning.rate if dppo.enabled and dppo.completion_pruning.enabled else 1.0
     trained = prompts * completions
     return Savings(rollouts=prompts, trained=trained, variance_factor=1 / trained)

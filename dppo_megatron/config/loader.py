@@ -26,6 +26,7 @@ from dppo_megatron.config.sections import (
     schema_defaults,
     schema_leaves,
     schema_sections,
+    select,
 )
 
 _RESOLVERS = {
@@ -169,8 +170,8 @@ class _Draft:
         refused = {problem.key for problem in self.problems.values()}
         last_names = {key.rpartition(".")[2] for key in refused if key}
         for key, value, allowed in find_problems(loaded.config):
-            if key not in refused and not any(name in allowed for name in last_names):
-                self.followers -= {key}
+            is_stand_in = value is not None and select(loaded.effective, key) is None
+            if key not in refused and not is_stand_in and not any(name in allowed for name in last_names):
                 alternative = "" if allowed in RANGE_TEXTS else "change it, or what it must agree with"
                 self._refuse(key, value, allowed, _alternative_of_registry(key) or alternative)
 
