@@ -53,9 +53,9 @@ def _resolve(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from dppo_megatron.config.loader import examine
+    from dppo_megatron.run_plan import examine_run
 
-    found = examine(options.config, options.overrides)
+    found = examine_run(options.config, options.overrides)
     errors, warnings = found.errors, found.warnings
     if options.strict:
         errors, warnings = (*errors, *warnings), ()

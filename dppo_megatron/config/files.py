@@ -19,6 +19,13 @@ REPLACE = "_override_"
 _MEND = "mend the file"
 
 
+class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # pyright: ignore[reportGeneralTypeIssues]
+    """YAML with OmegaConf's numbers (1e-3 is one), by the parser in C where PyYAML has it: ten times faster."""
+
+    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+    yaml_constructors = get_yaml_loader().yaml_constructors
+
+
 @dataclass(frozen=True, slots=True)
 class MergedFiles:
     """One file merged over its defaults, with the place of each key.
@@ -69,7 +76,7 @@ def _nothing(*problems: Problem) -> MergedFiles:
 
 def _read_file(path: Path) -> MergedFiles:
     try:
-        loader = get_yaml_loader()(path.read_text(encoding="utf-8"))
+        loader = _YamlLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         if node is None:
             return MergedFiles(OmegaConf.create({}), {}, (path,))

@@ -26,6 +26,7 @@ from dppo_megatron.config.sections import (
     schema_defaults,
     schema_leaves,
     schema_sections,
+    select,
 )
 
 _RESOLVERS = {
@@ -54,6 +55,11 @@ class LoadedConfig:
     places: dict[str, Place] = field(repr=False)
     warnings: tuple[Problem, ...] = ()
 
+    def place(self, key: str) -> Place:
+        """Where a dotted key, or the block that holds it, was set last; the file itself for a default."""
+        places = (self.places[part] for part in ancestors(key) if part in self.places)
+        return next(places, Place.of_file(self.files[-1]) if self.files else Place("default"))
+
     def where(self, key: str) -> str:
         """Where a dotted key was set last: ``file:line``, ``override text``, or ``default``."""
         return str(self.places.get(key, "default"))
@@ -61,9 +67,9 @@ class LoadedConfig:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What is found of a configuration; ``loaded`` is None where there are errors."""
+    """What is found of a configuration; with errors, stand-ins are in ``loaded`` where values were refused."""
 
-    loaded: LoadedConfig | None
+    loaded: LoadedConfig
     errors: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
 
@@ -85,8 +91,7 @@ def examine(path: Path | str, overrides: Sequence[str] = ()) -> Examination:
     draft = _Draft(path, overrides, is_known=_is_known)
     loaded = draft.load()
     draft.try_rules(loaded)
-    errors = tuple(draft.problems.values())
-    return Examination(None if errors else loaded, errors, loaded.warnings)
+    return Examination(loaded, tuple(draft.problems.values()), loaded.warnings)
 
 
 def require_config(path: Path | str, overrides: Sequence[str] = (), *, strict: bool = False) -> LoadedConfig:
@@ -96,7 +101,7 @@ def require_config(path: Path | str, overrides: Sequence[str] = (), *, strict: b
     """
     found = examine(path, overrides)
     errors = found.errors + (found.warnings if strict else ())
-    if found.loaded is None or errors:
+    if errors:
         raise ConfigError(errors)
     return found.loaded
 
@@ -165,8 +170,8 @@ class _Draft:
         refused = {problem.key for problem in self.problems.values()}
         last_names = {key.rpartition(".")[2] for key in refused if key}
         for key, value, allowed in find_problems(loaded.config):
-            if key not in refused and not any(name in allowed for name in last_names):
-                self.followers -= {key}
+            is_stand_in = value is not None and select(loaded.effective, key) is None
+            if key not in refused and not is_stand_in and not any(name in allowed for name in last_names):
                 alternative = "" if allowed in RANGE_TEXTS else "change it, or what it must agree with"
                 self._refuse(key, value, allowed, _alternative_of_registry(key) or alternative)
 
