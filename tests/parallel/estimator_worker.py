@@ -116,7 +116,7 @@ def packed(step: ToyStep, plan: PrunedBatch, policy: Policy, mesh: Mesh) -> list
 
 
 def decision_collectives(step: ToyStep, mesh: Mesh) -> tuple[int, int]:
-    """Calls of torch.distributed for one step's scores, keep decisions and their check: (all-gathers, all-reduces)."""
+    """Collectives of one step's scores, keep decisions and their check: (all-gathers, all-reduces)."""
     pruning = Pruning.from_config(DppoConfig(), loss_fn=CLIP, grpo=GrpoConfig(), max_new_tokens=11)
     history = PromptHistory(ema_decay=0.9)
     history.record(step.scores)

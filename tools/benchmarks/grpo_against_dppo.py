@@ -30,7 +30,7 @@ _T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run. candidate_tokens: completion tokens of training on everything, an estimate where prompts are pruned."""
+    """One run. candidate_tokens: of training on everything, an estimate where prompts are pruned."""
 
     accuracy: float
     rollout_tokens: float
@@ -89,8 +89,8 @@ def report(outcomes: dict[str, list[Outcome]]) -> str:
     (first, base), *others = outcomes.items()
     lines += [
         "",
-        f"| against {first} | accuracy | rollout tokens | train tokens | train tokens, against all of {first}'s rollouts "
-        "| seconds |",
+        f"| against {first} | accuracy | rollout tokens | train tokens | train tokens over {first}'s rollout tokens |"
+        " seconds |",
         "|---|---|---|---|---|---|",
     ]
     for name, runs in others:
