@@ -91,6 +91,16 @@ def test_a_sound_configuration_is_accepted(tmp_path: Path, overrides: tuple[str,
         ("dppo.completion_pruning.rate=0.96", "1 - dppo.completion_pruning.min_keep_probability, 1 - 0.05"),
         ("dppo.completion_pruning.scope=group", "is for policy threshold, not neyman"),
         ("dppo.rollout.engine=vllm", "not yet available; use 'auto' or 'embedded'"),
+        ("loss_fn.truncated_importance_sampling_type=tis", "needs loss_fn.use_importance_sampling_correction"),
+        ("loss_fn.truncated_importance_sampling_ratio=2.0", "stands with loss_fn.truncated_importance_sampling_type"),
+        ("loss_fn.truncated_importance_sampling_ratio_min=0.5", "must be at most"),
+        ("loss_fn.sequence_level_importance_ratios=true", "needs a sequence mean"),
+        ("grpo.batch_multiplier=2", "must be 1 without grpo.use_dynamic_sampling"),
+        ("grpo.use_dynamic_sampling=true", "use greso, or dppo.prompt_pruning.enabled: false"),
+        ("grpo.reward_scaling.source_min=1.0", "must be below source_max, 1.0"),
+        ("grpo.reward_shaping.stop_properly_penalty_coef=2.0", "must be at least 0 and at most 1"),
+        ("dppo.prompt_pruning.greso.step=2.0", "must be at least 0 and at most 1"),
+        ("dppo.prompt_pruning.greso.min_exploration=0", "must be above 0 and at most 1"),
         ("dppo.fp8_emulate=true", "not yet available; use False"),
     ],
 )
@@ -156,3 +166,32 @@ def test_all_problems_are_raised_together(tmp_path: Path) -> None:
         "policy.generation.top_p",
         "dppo.denominator",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"), "loss_fn.ratio_clip_c"),
+        (("loss_fn.disable_ppo_ratio=true", "loss_fn.use_cispo=true"), "loss_fn.use_cispo"),
+        (
+            ("loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_type=icepop"),
+            "loss_fn.truncated_importance_sampling_ratio",
+        ),
+        (
+            ("grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=600"),
+            "grpo.reward_shaping.overlong_buffer_length",
+        ),
+        (
+            ("grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_penalty=null"),
+            "grpo.reward_shaping.overlong_buffer_penalty",
+        ),
+        (
+            ("grpo.use_dynamic_sampling=true", "dppo.audit.period=1", "dppo.rollout.replay_dir=x"),
+            "grpo.use_dynamic_sampling",
+        ),
+    ],
+)
+def test_options_of_the_loss_and_of_rewards_that_contradict_each_other_are_refused(
+    tmp_path: Path, overrides: tuple[str, ...], key: str
+) -> None:
+    assert any(line.startswith(f"{key} = ") for line in refused(load(tmp_path, *overrides)))

@@ -1,10 +1,15 @@
 """The history of prompts' advantage signal."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dppo_megatron.batches import PromptBatch, Ragged, ScoredBatch
+from dppo_megatron.config.schema import GresoConfig
+from dppo_megatron.rl.greso import Exploration
 from dppo_megatron.rl.prompt_history import PromptHistory
+from dppo_megatron.rl.prompts import PromptDataset, _hash_tokens
 
 
 def scored(prompt_ids: list[int], advantages: list[list[float]]) -> ScoredBatch:
@@ -130,3 +135,39 @@ def test_a_state_that_is_not_sorted_is_refused() -> None:
 def test_a_decay_outside_its_range_is_refused(decay: float) -> None:
     with pytest.raises(ValueError, match="ema_decay"):
         PromptHistory(ema_decay=decay)
+
+
+def test_runs_of_equal_rewards_are_counted_and_broken_by_a_mixed_group() -> None:
+    history, ids = PromptHistory(ema_decay=0.9), np.array([1, 2, 3])
+    right = replace(scored([1, 2], [[0, 0], [0, 0]]), rewards=np.array([1.0, 1.0, 0.0, 0.0]))
+    for _ in range(3):
+        history.record(right)
+    assert history.zero_runs(ids).tolist() == [3, -3, 0]
+    history.record(scored([2], [[1.0, -1.0]]))
+    assert history.zero_runs(ids).tolist() == [3, 0, 0]
+    history.record(right)
+    assert history.zero_runs(ids).tolist() == [4, -1, 0]
+
+
+def test_the_exploration_of_greso_follows_the_record_and_survives_a_restart() -> None:
+    greso = GresoConfig()
+    history = PromptHistory(ema_decay=0.9, greso=greso)
+    history.record(scored([1, 2], [[0.0, 0.0], [1.0, -1.0]]))  # half are all wrong, none all right
+    assert history.exploration == Exploration(0.51, 0.49)
+    restored = PromptHistory.from_state(history.state(), ema_decay=0.9, greso=greso)
+    assert restored.exploration == history.exploration
+    assert restored.zero_runs(np.array([1, 2])).tolist() == [-1, 0]
+    assert PromptHistory(ema_decay=0.9).exploration is None
+
+
+def test_a_prompt_is_known_again_in_reordered_and_extended_data() -> None:
+    def dataset(texts: list[str]) -> PromptDataset:
+        tokens = Ragged.from_rows([[ord(c) for c in text] for text in texts])
+        ids = np.array([_hash_tokens(tokens[row]) for row in range(len(texts))])
+        return PromptDataset(prompt_ids=ids, tokens=tokens, texts=tuple(texts), answers=tuple(texts))
+
+    history, texts = PromptHistory(ema_decay=0.9), ["one", "two", "three"]
+    history.record(scored(dataset(texts).prompt_ids.tolist(), [[0.1, -0.1], [0.2, -0.2], [0.3, -0.3]]))
+    scores, seen = history.lookup(dataset(["new", "three", "one", "two", "other"]).prompt_ids)
+    assert seen.tolist() == [False, True, True, True, False]
+    np.testing.assert_allclose(scores, [0, 0.3, 0.1, 0.2, 0], rtol=1e-9)
