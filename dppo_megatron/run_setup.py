@@ -244,6 +244,7 @@ def _run_state(loaded: LoadedConfig, inputs: Inputs) -> RunState | None:
     digest.update("\0".join(inputs.train.answers).encode())
     return RunState(
         loaded.config.checkpointing,
+        loaded.config.dppo.checkpoint,
         fingerprint(
             loaded.effective,
             architecture=inputs.architecture,
