@@ -197,7 +197,9 @@ def _sketch(run: Run, batches: Sequence[MiniBatch]) -> FloatArray:
 
 
 def update(run: Run, batch: MiniBatch) -> TrainStats:
-    """One optimizer step."""
+    """One optimizer step, or none where nothing kept has a gradient: the plan tells every rank so."""
+    if not run.loss.has_gradient(batch.plan.advantages):
+        return run.policy.stay(run.loss)
     stats = run.policy.update(
         batch.rows, loss=run.loss, denominator=batch.plan.denominator, temperature=run.sampling.temperature
     )
@@ -270,6 +272,7 @@ def step_record(
         metric_names.TOKENS_SAVED_BY_PROMPTS: report.num_tokens_not_generated,
         metric_names.TOKENS_SAVED_BY_COMPLETIONS: float(report.num_tokens_generated - report.num_tokens_trained),
         metric_names.REWARD_FAILURES: float(run.reward.num_failures),
+        metric_names.IDLE_UPDATES: float(sum(one.idle for one in stats)),
         metric_names.ROWS: float(sum(batch.packing.num_rows for batch in batches)),
         metric_names.TOKEN_DENSITY: _mean([batch.packing.density for batch in batches]),
         metric_names.TOKEN_IMBALANCE: _mean([batch.packing.token_imbalance for batch in batches]),

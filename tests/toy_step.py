@@ -107,11 +107,13 @@ class ToyStep:
     plan: PrunedBatch
 
 
-def make_step(*, num_prompts: int = 6, seed: int = 3) -> ToyStep:
-    """Rollouts with uneven lengths; two thirds kept, with weights."""
+def make_step(*, num_prompts: int = 6, seed: int = 3, longest_prompt: int | None = None) -> ToyStep:
+    """Rollouts with uneven lengths; two thirds kept, with weights. longest_prompt: of the first prompt, tokens."""
     random = np.random.default_rng(seed)
     num = num_prompts * NUM_GENERATIONS
     rows = [random.integers(0, 61, size) for size in random.integers(2, 9, num_prompts)]
+    if longest_prompt is not None:
+        rows[0] = random.integers(0, 61, longest_prompt)
     completions = [random.integers(0, 61, size) for size in random.integers(1, 12, num)]
     prompts = PromptBatch(
         prompt_ids=np.arange(num_prompts),

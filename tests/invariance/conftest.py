@@ -4,14 +4,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from deviations import QUANTITIES, Deviations, Outcome, as_outcome
+from deviations import QUANTITIES, Outcome, as_outcome
 from matrix import CONTROLS, MODELS, PARITY
 from safetensors.torch import load_file
-from suite import Suite
-from toy_step import make_model, make_step, reference_update
+from suite import DIVERGENCES, TABLE, Suite, step_of
+from toy_step import make_model, reference_update
 
 WORKER = Path(__file__).with_name("layout_worker.py")
-TABLE = pytest.StashKey[dict[str, tuple[Deviations, Deviations]]]()
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +28,11 @@ def suite(tmp_path_factory: pytest.TempPathFactory, launch, request: pytest.Fixt
     def plain(model: str, setting: str) -> Outcome:
         updates = (
             reference_update(
-                root / model, make_step(), num_steps=number, kl_coefficient=0.05, recipe=setting == "recipe"
+                root / model,
+                step_of(setting),
+                num_steps=number,
+                kl_coefficient=0.05,
+                recipe=setting == "recipe",
             )
             for number in (1, 2)
         )
@@ -44,12 +47,12 @@ def suite(tmp_path_factory: pytest.TempPathFactory, launch, request: pytest.Fixt
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the measured deviations of every configuration, after a run that made them."""
-    table = config.stash.get(TABLE, None)
-    if table is None:
-        return
-    terminalreporter.section("largest deviation from float64 torch | from one process")
-    header = "".join(f"{name:>10}" for name in QUANTITIES)
-    terminalreporter.write_line(f"{'configuration':45}{header}   | all")
-    for name, (plain, one) in table.items():
-        values = "".join(f"{value:10.1e}" for value in plain.values)
-        terminalreporter.write_line(f"{name:45}{values}   | {one.largest:.1e}")
+    if table := config.stash.get(TABLE, None):
+        terminalreporter.section("largest deviation from float64 torch | from one process")
+        header = "".join(f"{name:>10}" for name in QUANTITIES)
+        terminalreporter.write_line(f"{'configuration':45}{header}   | all")
+        for name, (plain, one) in table.items():
+            values = "".join(f"{value:10.1e}" for value in plain.values)
+            terminalreporter.write_line(f"{name:45}{values}   | {one.largest:.1e}")
+    for layout, divergence in config.stash.get(DIVERGENCES, {}).items():
+        terminalreporter.write_line(f"first divergence of a free run on {layout}: {divergence}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from layout_worker import layout_of, take_steps
 from matrix import PARITY
+from suite import step_of
 from toy_step import policy_config
 from transformers import AutoConfig
 
@@ -31,7 +32,7 @@ def main() -> None:
     mesh = lay_out(layout, seed=1)
     architecture = read_architecture(AutoConfig.from_pretrained(model).to_dict())
     policy = Policy(policy_config(model, megatron), architecture, source=model, mesh=mesh)
-    take_steps(policy, mesh, layout)
+    take_steps(policy, mesh, layout, step_of("float32"), "evenly")
     checkpoint = output.with_suffix(".checkpoint")
     checkpoint.mkdir()
     save_policy(policy, checkpoint, with_optimizer=True)

@@ -12,16 +12,18 @@ import numpy as np
 import torch
 from adam_state import KINDS, streamed_state
 from breakages import broken
-from matrix import CONTROLS, PARITY, Case
+from matrix import BUCKET_BYTES, CONTROLS, PARITY, STREAM_MEASURED, Case, Deal
 from safetensors.torch import load_file, save_file
+from suite import step_of
 from torch import Tensor
-from toy_step import NUM_GENERATIONS, TEMPERATURE, ToyStep, make_step, policy_config, share_of
+from torch.profiler import ProfilerActivity, profile
+from toy_step import NUM_GENERATIONS, TEMPERATURE, ToyStep, policy_config, share_of
 from transformers import AutoConfig
 
 from dppo_megatron import device
 from dppo_megatron.architecture import read_architecture
 from dppo_megatron.batches import PackedRow, RowPlan, ScoredBatch
-from dppo_megatron.config.schema import LossConfig, MegatronConfig
+from dppo_megatron.config.schema import LossConfig, MegatronConfig, SequencePackingConfig
 from dppo_megatron.parallel import hf_weights
 from dppo_megatron.parallel.exchange import exchange, gather_scores
 from dppo_megatron.parallel.mesh import Mesh, lay_out
@@ -29,6 +31,7 @@ from dppo_megatron.parallel.policy import Policy
 from dppo_megatron.parallel.sequence_layout import zigzag_positions
 from dppo_megatron.plan import Layout, padding_multiples
 from dppo_megatron.rl.loss import PolicyLoss
+from dppo_megatron.rl.packing import plan_rows
 
 NUM_STEPS, KL = 2, 0.05
 
@@ -43,13 +46,32 @@ def layout_of(megatron: MegatronConfig, world_size: int) -> Layout:
     return Layout(tp=tp, pp=pp, cp=cp, dp=world_size // (tp * pp * cp), sequence_parallel=megatron.sequence_parallel)
 
 
-def deal_rows(num_sequences: int, layout: Layout) -> RowPlan:
-    """Three rows a data-parallel rank, sequences dealt in turn; the last rank's last row stays empty."""
-    multiples = padding_multiples(layout)
-    num_rows = 3 * layout.dp
-    bins = [np.arange(start, num_sequences, num_rows - 1) for start in range(num_rows - 1)]
-    bins.append(np.zeros(0, np.int64))
-    rows = tuple(tuple(bins[3 * rank : 3 * rank + 3]) for rank in range(layout.dp))
+def deal_rows(step: ToyStep, layout: Layout, deal: Deal) -> RowPlan:
+    """Three rows a data-parallel rank, dealt in turn, the last rank's last row empty; or as ``deal`` says."""
+    multiples, num_sequences = padding_multiples(layout), len(step.plan)
+    if deal == "full_row":
+        capacity = -(-int(step.plan.lengths.max()) // multiples.row) * multiples.row
+        return plan_rows(
+            step.plan.lengths,
+            config=SequencePackingConfig(),
+            window=None,
+            capacity=capacity,
+            sequence_multiple=multiples.sequence,
+            row_multiple=multiples.row,
+            dp_size=layout.dp,
+        )
+    if deal == "evenly":
+        num_rows = 3 * layout.dp
+        bins = [np.arange(start, num_sequences, num_rows - 1) for start in range(num_rows - 1)]
+        bins.append(np.zeros(0, np.int64))
+        rows = tuple(tuple(bins[3 * rank : 3 * rank + 3]) for rank in range(layout.dp))
+    else:
+        nothing, last = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if deal == "single_token":
+            last = np.flatnonzero(step.plan.completion_lengths == 1)[:1]
+            assert len(last) == 1
+        rest = np.setdiff1d(np.arange(num_sequences), last)
+        rows = ((rest[::2], rest[1::2]), (nothing, last))
     return RowPlan(rows=rows, sequence_multiple=multiples.sequence, row_multiple=multiples.row)
 
 
@@ -62,10 +84,13 @@ def run_case(case: Case, models: Path, output: Path) -> None:
     with broken(case.breakage):
         policy = Policy(policy_config(source, case.megatron), architecture, source=source, mesh=mesh)
         loaded = {key: tensor.clone() for key, tensor in policy.hf_weights()}
-        results = take_steps(policy, mesh, layout)
+        results = take_steps(policy, mesh, layout, step_of(case.setting), case.deal)
     results["stream.as_loaded"] = torch.tensor(equals_source(loaded, source))
     weights = {key: tensor.clone().contiguous() for key, tensor in policy.hf_weights()}
     results["stream.as_held"] = everywhere(equals_shards(weights, policy, output / f"{case.name}-{mesh.world.rank}"))
+    if case.name in STREAM_MEASURED:
+        results["stream.peak"] = stream_peak(policy, bucket_bytes=BUCKET_BYTES)
+        results["stream.peak_of_one_bucket"] = stream_peak(policy, bucket_bytes=2**30)
     results |= {f"weights.{key}": tensor for key, tensor in weights.items()}
     for kind in KINDS:
         results |= {f"{kind}.{key}": tensor.clone() for key, tensor in streamed_state(policy, kind)}
@@ -89,6 +114,17 @@ def equals_shards(streamed: dict[str, Tensor], policy: Policy, scratch: Path) ->
     return all(torch.equal(cut[name], shard) for name, shard in policy.parameters.local.items())
 
 
+def stream_peak(policy: Policy, *, bucket_bytes: int) -> Tensor:
+    """Most bytes that streaming held at once, by the allocator's own account; a reader keeps nothing."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for _ in hf_weights.stream_weights(policy.parameters, mesh=policy.mesh, bucket_bytes=bucket_bytes):
+            pass
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return torch.tensor(max(np.cumsum(sizes).tolist(), default=0))
+
+
 def everywhere(holds: bool) -> Tensor:
     """Whether it holds on every rank."""
     count = torch.tensor(int(holds))
@@ -96,13 +132,12 @@ def everywhere(holds: bool) -> Tensor:
     return count == torch.distributed.get_world_size()
 
 
-def take_steps(policy: Policy, mesh: Mesh, layout: Layout) -> dict[str, Tensor]:
+def take_steps(policy: Policy, mesh: Mesh, layout: Layout, step: ToyStep, deal: Deal) -> dict[str, Tensor]:
     """Two updates on the same batch, with the KL penalty against the first weights."""
-    step = make_step()
     scores = gathered_scores(step, mesh)
     assert np.array_equal(scores.advantages, step.scores.advantages)
     assert np.array_equal(scores.completion_lengths, step.scores.completion_lengths)
-    plan = deal_rows(len(step.plan), layout)
+    plan = deal_rows(step, layout, deal)
     rows = exchange(
         share_of(step, rank=mesh.world.rank, size=mesh.world.size),
         step.plan,
@@ -144,8 +179,10 @@ def token_logprobs(policy: Policy, rows: Sequence[PackedRow], plan: RowPlan, ste
     total = torch.zeros(len(lengths), int(lengths.max()))
     found = policy.logprobs(rows, temperature=TEMPERATURE)
     for row, values, sequences in zip(rows, found, plan.rows[mesh.dp.rank], strict=False):
-        places = zigzag_positions(row.cu_seqlens, mesh.cp.size)[mesh.cp.rank] if mesh.cp.size > 1 else None
-        places = torch.arange(len(values)) if places is None else places
+        places = torch.arange(len(values))
+        if mesh.cp.size > 1:
+            held = zigzag_positions(np.diff(row.cu_seqlens.numpy()).astype(np.int64), mesh.cp.size)
+            places = torch.from_numpy(held[mesh.cp.rank])
         trained = row.coefficients != 0
         number = torch.searchsorted(row.cu_seqlens.long(), places[trained], right=True) - 1
         index = torch.from_numpy(sequences)[number]

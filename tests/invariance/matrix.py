@@ -1,11 +1,13 @@
 """The configurations of the parity suite: models x layouts x precision, and the controls that must fail."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from toy_step import megatron_config
 
 from dppo_megatron.config.schema import MegatronConfig
+
+Deal = Literal["evenly", "first_rank", "single_token", "full_row"]
 
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
@@ -36,7 +38,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration to run. breakage: the protection that is removed, of ``breakages.BREAKAGES``."""
+    """One configuration to run. breakage: the protection that is removed, of ``breakages.BREAKAGES``.
+
+    deal: which sequences the ranks train: evenly; all on the first data-parallel rank; all but one completion of
+    one token there; or packed by the planner, one prompt being far longer than the rest and its row full.
+    """
 
     name: str
     model: str
@@ -44,19 +50,24 @@ class Case:
     num_processes: int
     megatron: MegatronConfig
     breakage: str | None = None
+    deal: Deal = "evenly"
 
     @property
     def setting(self) -> str:
-        """What its arithmetic is, which its reference must share: float32, recipe or bfloat16."""
+        """What its reference must share: float32, recipe or bfloat16, or the step with a long prompt."""
         if self.megatron.pipeline_dtype == "bfloat16":
             return "bfloat16"
+        if self.deal == "full_row":
+            return "long"
         return "recipe" if "recipe" in self.name else "float32"
 
 
-def _case(model: str, layout: str, suffix: str = "", *, breakage: str | None = None, **more: Any) -> Case:
+def _case(
+    model: str, layout: str, suffix: str = "", *, breakage: str | None = None, deal: Deal = "evenly", **more: Any
+) -> Case:
     num_processes, arguments = LAYOUTS[layout]
     name = "-".join(part for part in (model, layout, suffix) if part)
-    return Case(name, model, layout, num_processes, megatron_config(**arguments, **more), breakage)
+    return Case(name, model, layout, num_processes, megatron_config(**arguments, **more), breakage, deal)
 
 
 def _parity_cases() -> list[Case]:
@@ -71,6 +82,10 @@ def _parity_cases() -> list[Case]:
     for recompute in ("full", "selective"):
         again = ("one", "tp2_sp", "pp2", "cp2")
         cases += [_case("tied", layout, f"recompute_{recompute}", recompute=recompute) for layout in again]
+    for layout in ("dp2", "dp2_sharded_overlap", "pp2_dp2_sharded"):
+        cases.append(_case("tied", layout, "rank_without_sequences", deal="first_rank"))
+        cases.append(_case("tied", layout, "rank_with_one_token", deal="single_token"))
+    cases += [_case("tied", layout, "long", deal="full_row") for layout in ("one", "tp2_sp", "cp2", "dp2")]
     return cases
 
 
@@ -89,3 +104,7 @@ CONTROLS = {
         _case("untied", "tp2", "padding_rows_in_the_softmax", breakage="vocabulary"),
     )
 }
+
+STREAM_MEASURED = {"tied-tp2": 2, "tied-pp2": 1, "tied-tp2_pp2_sp": 2}
+"""Cases whose stream's memory is measured, and their TP."""
+BUCKET_BYTES = 2**13

@@ -9,8 +9,7 @@ norms average roundings out: 1e-6. bfloat16 holds 8 bits, 4e-3, of every activat
 import pytest
 import torch
 from matrix import PARITY, Case
-from suite import Suite
-from toy_step import make_step
+from suite import Suite, step_of
 
 FLOAT32 = {
     "logprobs": 1e-5,
@@ -55,7 +54,7 @@ def test_they_are_those_of_one_process_too(case: Case, suite: Suite) -> None:
 
 @cases
 def test_every_sampled_token_is_trained_on_once(case: Case, suite: Suite) -> None:
-    assert int(suite.outcomes[case.name]["tokens"]) == make_step().plan.completion_lengths.sum()
+    assert int(suite.outcomes[case.name]["tokens"]) == step_of(case.setting).plan.completion_lengths.sum()
 
 
 @pytest.mark.parametrize("case", [case for case in PARITY.values() if "recompute" in case.name], ids=lambda c: c.name)
