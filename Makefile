@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 MODEL := models/tiny-sort
 RUN := results/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install demo test check clean
+.PHONY: help install demo test check soak clean
 help:
 	@echo "make demo   install, make the tiny model, train it on the CPU, show what came of it"
 	@echo "make test   install, then ruff, pyright and pytest"
 	@echo "make check  ruff, pyright and pytest in the environment that is there"
+	@echo "make soak   break runs on purpose, some minutes: killed ranks, hung rewards, lost directories"
 	@echo "make clean  remove the environment, models and results that make made"
 
 # A stamp a set of packages: installing happens once, and again when pyproject.toml changes.
@@ -42,6 +43,9 @@ check:
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pytest
+
+soak: $(VENV)/installed-test
+	$(BIN)/pytest -m soak
 
 clean:
 	rm -rf $(VENV) models results build dist *.egg-info

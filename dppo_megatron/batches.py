@@ -347,6 +347,7 @@ class TrainStats:
 
     loss: the objective that was minimised, after the division by the denominator. grad_norm: before clipping.
     learning_rate: of this step. num_tokens: sampled tokens trained on. metrics: the loss's own, means over those.
+    idle: nothing that was kept has a gradient, so no step was taken.
     """
 
     loss: float
@@ -354,3 +355,4 @@ class TrainStats:
     learning_rate: float
     num_tokens: int
     metrics: tuple[tuple[str, float], ...]
+    idle: bool = False

@@ -8,6 +8,7 @@ REWARD: Final = "train/reward"  # mean reward of the step's completions, before 
 LOSS: Final = "train/loss"  # the objective, after the division by its denominator
 GRAD_NORM: Final = "train/grad_norm"  # before clipping
 LEARNING_RATE: Final = "train/lr"  # of the step's last update
+IDLE_UPDATES: Final = "dppo/idle_updates"  # not taken, because nothing that was kept has a gradient
 TRAIN_TOKENS: Final = "train/global_valid_toks"  # completion tokens trained on
 
 # The loss: means over the trained tokens.

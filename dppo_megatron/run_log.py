@@ -85,6 +85,7 @@ class RunLog:
         metrics.flush()
         self._totals = self._totals.with_step(record)
         self._warn_of_non_finite(record)
+        self._tell_of_idle_updates(record)
         if self._tensorboard_enabled:
             writer = self._event_writer()
             for name, value in record.metrics().items():
@@ -142,6 +143,11 @@ class RunLog:
         self._non_finite |= names
         if new:
             self.note(f"warning: step {record.step + 1}: not finite, logged as null: {', '.join(sorted(new))}")
+
+    def _tell_of_idle_updates(self, record: StepRecord) -> None:
+        if idle := dict(record.extra).get(metric_names.IDLE_UPDATES):
+            steps = "1 optimizer step" if idle == 1 else f"{idle:.0f} optimizer steps"
+            self.note(f"step {record.step + 1}: {steps} not taken: nothing that was kept has a gradient")
 
 
 class SilentLog:

@@ -161,7 +161,8 @@ class Run:
     def validates_after(self, step: int) -> bool:
         """Whether the run validates after step ``step``."""
         grpo, last = self.config.grpo, step + 1 == self.num_steps
-        due = (step + 1) % grpo.val_period == 0 or (last and grpo.val_at_end)
+        periodic = grpo.val_period > 0 and (step + 1) % grpo.val_period == 0  # 0 and -1 are never
+        due = periodic or (last and grpo.val_at_end)
         return due and self.inputs.validation is not None
 
     def saves_after(self, step: int) -> bool:
@@ -244,6 +245,7 @@ def _run_state(loaded: LoadedConfig, inputs: Inputs) -> RunState | None:
     digest.update("\0".join(inputs.train.answers).encode())
     return RunState(
         loaded.config.checkpointing,
+        loaded.config.dppo.checkpoint,
         fingerprint(
             loaded.effective,
             architecture=inputs.architecture,

@@ -1,20 +1,24 @@
 """What a run must keep to continue as if it had not stopped: policy, optimizer, data cursor, history, step.
 
-A checkpoint is a directory ``step_N`` that appears whole, by one rename. It holds ``policy/`` (megatron-core's
-torch_dist format, for any layout), ``history.npz`` and ``run_state.json`` with the fingerprint of the run.
+A checkpoint is a directory ``step_N`` that appears whole, by one rename, when all of it is on the disk. It holds
+``policy/`` (megatron-core's torch_dist format, for any layout), ``history.npz``, ``run_state.json`` with the
+fingerprint of the run, and ``checksums.json``, by which damage is found before anything is loaded.
 """
 
 import json
-import re
+import logging
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dppo_megatron.config.schema import CheckpointingConfig, GresoConfig
+from dppo_megatron import checkpoint_files
+from dppo_megatron.checkpoint_files import FileDigest
+from dppo_megatron.config.schema import CheckpointingConfig, CheckpointSafetyConfig, GresoConfig
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.checkpoint import load_policy, save_policy
 from dppo_megatron.parallel.mesh import Axis
@@ -22,7 +26,8 @@ from dppo_megatron.parallel.policy import Policy
 from dppo_megatron.rl.prompt_history import PromptHistory
 from dppo_megatron.rl.prompts import Prompts
 
-_NAME = re.compile(r"step_(\d+)")
+logger = logging.getLogger(__name__)
+
 _FREE = (
     "logger.",
     "checkpointing.",
@@ -41,6 +46,7 @@ _FREE = (
     "dppo.packing.",
     "dppo.audit.",
     "dppo.save_hf",
+    "dppo.checkpoint.",
     "env.",
 )
 """Keys that may change between a checkpoint and its resumption: they do not decide what is trained. The model
@@ -81,6 +87,7 @@ class RunState:
     """A run's checkpoints, and the fingerprint that ties them to it."""
 
     config: CheckpointingConfig
+    safety: CheckpointSafetyConfig
     fingerprint: dict[str, Any]
 
     @property
@@ -90,34 +97,66 @@ class RunState:
 
     def save(
         self, policy: Policy, *, prompts: Prompts, history: PromptHistory, num_steps_done: int, metric: float | None
-    ) -> Path:
-        """Write a checkpoint, not yet visible; called by every rank. Returns what ``publish`` takes."""
-        pending = self.directory / f".step_{num_steps_done}.incomplete"
+    ) -> Path | None:
+        """Write a checkpoint, not yet visible; called by every rank. Returns what ``publish`` takes.
+
+        Where it cannot be written (a full disk), what there is of it is removed and the last good one stays: then
+        None under ``dppo.checkpoint.on_write_error: continue``, else RuntimeError, on every rank.
+        """
         world = policy.mesh.world
+        writer = collectives.gather_objects(os.getpid(), world)[0]
+        pending = checkpoint_files.pending_path(self.directory, num_steps_done=num_steps_done, writer=writer)
+        state = {
+            "num_steps_done": num_steps_done,
+            "num_updates": policy.num_updates,
+            "metric": metric,
+            "prompts": prompts.state(),
+            "with_optimizer": self.config.save_optimizer,
+            "fingerprint": self.fingerprint,
+        }
+
+        def begin() -> None:
+            if world.is_first:
+                (pending / "policy").mkdir(parents=True)
+                np.savez(pending / "history.npz", **history.state())  # type: ignore[arg-type]
+                (pending / "run_state.json").write_text(json.dumps(state, indent=2))
+
+        def write() -> None:
+            save_policy(policy, pending / "policy", with_optimizer=self.config.save_optimizer)
+            digests.extend(checkpoint_files.sync_files(pending, rank=world.rank, size=world.size))
+
+        def seal() -> None:
+            if world.is_first:
+                checkpoint_files.write_checksums(pending, [digest for part in everybody for digest in part])
+
+        digests: list[FileDigest] = []
+        for part in (begin, write):
+            if self._fails(_problem_of(part), pending, world=world):
+                return None
+        everybody = collectives.gather_objects(digests, world)
+        return None if self._fails(_problem_of(seal), pending, world=world) else pending
+
+    def _fails(self, problem: str | None, pending: Path, *, world: Axis) -> bool:
+        """Whether a rank has a problem: it is said, and what was written goes. Called by every rank."""
+        problems = _distinct(collectives.gather_objects(problem, world))
+        if not problems:
+            return False
+        message = (
+            f"checkpointing.checkpoint_dir: {pending} cannot be written ({'; '.join(problems)}); "
+            f"the last good checkpoint stays"
+        )
         if world.is_first:
             shutil.rmtree(pending, ignore_errors=True)
-            (pending / "policy").mkdir(parents=True)
+            logger.error("%s", message)
         collectives.barrier(world)
-        save_policy(policy, pending / "policy", with_optimizer=self.config.save_optimizer)
-        if world.is_first:
-            np.savez(pending / "history.npz", **history.state())  # type: ignore[arg-type]
-            state = {
-                "num_steps_done": num_steps_done,
-                "num_updates": policy.num_updates,
-                "metric": metric,
-                "prompts": prompts.state(),
-                "with_optimizer": self.config.save_optimizer,
-                "fingerprint": self.fingerprint,
-            }
-            (pending / "run_state.json").write_text(json.dumps(state, indent=2))
-        return pending
+        if self.safety.on_write_error == "stop":
+            raise RuntimeError(f"{message}. dppo.checkpoint.on_write_error: continue trains on without it")
+        return True
 
     def publish(self, pending: Path, *, world: Axis) -> None:
         """Make a checkpoint visible, and delete those that ``keep_top_k`` no longer keeps; called by every rank."""
         if world.is_first:
-            final = pending.with_name(pending.name.removeprefix(".").removesuffix(".incomplete"))
-            shutil.rmtree(final, ignore_errors=True)
-            pending.replace(final)
+            checkpoint_files.publish(pending)
             self._delete_surplus()
         collectives.barrier(world)
 
@@ -127,34 +166,28 @@ class RunState:
             return
         sign = 1 if self.config.higher_is_better else -1
         ranked = []
-        for number, path in _checkpoints(self.directory).items():
+        for number, path in checkpoint_files.find_checkpoints(self.directory).items():
             metric = json.loads((path / "run_state.json").read_text())["metric"]
             ranked.append((float("-inf") if metric is None else sign * metric, number, path))
         newest = max(ranked, key=lambda entry: entry[1])
         best = sorted(ranked, reverse=True)[: self.config.keep_top_k]
         for entry in ranked:
             if entry is not newest and entry not in best:
-                shutil.rmtree(entry[2])
+                checkpoint_files.delete(entry[2])
 
     def restore(
         self, policy: Policy, *, prompts: Prompts, ema_decay: float, greso: GresoConfig | None
     ) -> Resumed | None:
-        """Continue from the newest checkpoint, or None where there is none; called by every rank.
+        """Continue from the newest undamaged checkpoint, or None where there never was one; called by every rank.
 
-        Raises ValueError naming what differs when the checkpoint is another run's.
+        Raises ValueError naming what differs when the checkpoint is another run's, RuntimeError where all are
+        damaged.
         """
-        checkpoints = _checkpoints(self.directory)
-        if not checkpoints:
+        newest = self._newest_whole(policy.mesh.world)
+        if newest is None:
             return None
-        newest = checkpoints[max(checkpoints)]
         state = json.loads((newest / "run_state.json").read_text())
-        theirs, ours = state["fingerprint"], json.loads(json.dumps(self.fingerprint))
-        if different := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
-            lines = [f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in different]
-            raise ValueError(
-                f"checkpointing.checkpoint_dir: {newest} belongs to another run, or what is trained has changed "
-                "since; name another directory, or undo:\n  " + "\n  ".join(lines)
-            )
+        self._compare_fingerprint(state["fingerprint"], newest, world=policy.mesh.world)
         if not state["with_optimizer"]:
             raise ValueError(f"{newest} was saved without the optimizer (checkpointing.save_optimizer: false)")
         load_policy(policy, newest / "policy")
@@ -164,9 +197,57 @@ class RunState:
             history = PromptHistory.from_state(dict(arrays), ema_decay=ema_decay, greso=greso)
         return Resumed(state["num_steps_done"], history)
 
+    def _newest_whole(self, world: Axis) -> Path | None:
+        """The newest checkpoint whose files are as they were written; damaged ones are set aside, loudly."""
+        if world.is_first:
+            checkpoint_files.sweep(self.directory)
+        damaged: list[Path] = []
+        checkpoints = checkpoint_files.find_checkpoints(self.directory)
+        collectives.barrier(world)  # every rank has listed them before one is set aside
+        for _, checkpoint in sorted(checkpoints.items(), reverse=True):
+            found = checkpoint_files.find_damage(checkpoint, rank=world.rank, size=world.size)
+            problems = _distinct(problem for part in collectives.gather_objects(found, world) for problem in part)
+            if not problems:
+                return checkpoint
+            damaged.append(checkpoint)
+            if world.is_first:
+                aside = checkpoint_files.set_aside(checkpoint)
+                logger.error(
+                    "%s IS DAMAGED: %s. It is set aside as %s, and the checkpoint before it is used",
+                    checkpoint,
+                    "; ".join(problems),
+                    aside.name,
+                )
+        if damaged:
+            raise RuntimeError(
+                f"checkpointing.checkpoint_dir: every checkpoint in {self.directory} is damaged; restore one from a "
+                "backup, or name another directory to start over"
+            )
+        return None
 
-def _checkpoints(directory: Path) -> dict[int, Path]:
-    if not directory.is_dir():
-        return {}
-    named = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return {int(match[1]): path for match, path in named if match}
+    def _compare_fingerprint(self, theirs: Mapping[str, Any], checkpoint: Path, *, world: Axis) -> None:
+        ours = json.loads(json.dumps(self.fingerprint))
+        different = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+        lines = {key: f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in different}
+        if refused := [line for key, line in lines.items() if key not in self.safety.accept_changed]:
+            raise ValueError(
+                f"checkpointing.checkpoint_dir: {checkpoint} belongs to another run, or what is trained has changed "
+                "since; name another directory, undo, or list the keys in dppo.checkpoint.accept_changed:\n  "
+                + "\n  ".join(refused)
+            )
+        if lines and world.is_first:
+            logger.warning(
+                "%s is continued although what is trained has changed:\n  %s", checkpoint, "\n  ".join(lines.values())
+            )
+
+
+def _problem_of(work: Callable[[], None]) -> str | None:
+    try:
+        work()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _distinct(problems: Iterable[str | None]) -> list[str]:
+    return list(dict.fromkeys(problem for problem in problems if problem is not None))

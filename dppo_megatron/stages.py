@@ -197,7 +197,9 @@ def _sketch(run: Run, batches: Sequence[MiniBatch]) -> FloatArray:
 
 
 def update(run: Run, batch: MiniBatch) -> TrainStats:
-    """One optimizer step."""
+    """One optimizer step, or none where nothing kept has a gradient: the plan tells every rank so."""
+    if not run.loss.has_gradient(batch.plan.advantages):
+        return run.policy.stay(run.loss)
     stats = run.policy.update(
         batch.rows, loss=run.loss, denominator=batch.plan.denominator, temperature=run.sampling.temperature
     )
@@ -220,8 +222,8 @@ def validate(run: Run, num_steps_done: int) -> float:
     return Evaluation.from_sums(total).accuracy
 
 
-def save_checkpoint(run: Run, step: int, accuracy: float | None) -> Path:
-    """Write the checkpoint of the steps up to ``step``; it shows once it is published."""
+def save_checkpoint(run: Run, step: int, accuracy: float | None) -> Path | None:
+    """Write the checkpoint of the steps up to ``step``; it shows once it is published. None where it could not be."""
     assert run.state is not None
     return run.state.save(
         run.policy, prompts=run.prompts, history=run.history, num_steps_done=step + 1, metric=accuracy
@@ -270,6 +272,7 @@ def step_record(
         metric_names.TOKENS_SAVED_BY_PROMPTS: report.num_tokens_not_generated,
         metric_names.TOKENS_SAVED_BY_COMPLETIONS: float(report.num_tokens_generated - report.num_tokens_trained),
         metric_names.REWARD_FAILURES: float(run.reward.num_failures),
+        metric_names.IDLE_UPDATES: float(sum(one.idle for one in stats)),
         metric_names.ROWS: float(sum(batch.packing.num_rows for batch in batches)),
         metric_names.TOKEN_DENSITY: _mean([batch.packing.density for batch in batches]),
         metric_names.TOKEN_IMBALANCE: _mean([batch.packing.token_imbalance for batch in batches]),

@@ -29,7 +29,10 @@ def launch() -> Launch:
         command = [sys.executable, "-W", "ignore"]
         if num_processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        # Scripts find what tests share: toy_step, and the reward of whole runs.
+        here = Path(__file__).parent
+        path = os.pathsep.join([str(here), str(here / "end_to_end"), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
         result = subprocess.run(

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from dppo_megatron import device
-from tests.parallel.toy_step import make_model
+from tests.toy_step import make_model
 
-WORKER = Path(__file__).parent / "parallel" / "cuda_sites_worker.py"
+WORKER = Path(__file__).parent / "invariance" / "cuda_sites_worker.py"
 SITES = {
     ("dist_checkpointing.strategies.filesystem_async", "torch.cuda.synchronize"),
     ("dist_checkpointing.strategies.state_dict_saver", "torch.cuda.current_device"),

@@ -99,6 +99,16 @@ def test_a_value_that_is_not_finite_is_null_counted_and_told_once(tmp_path: Path
     assert summary(tmp_path)["non_finite"] == 2
 
 
+def test_optimizer_steps_that_were_not_taken_are_told(tmp_path: Path) -> None:
+    console = io.StringIO()
+    log = open_log(tmp_path, console=console)
+    log.step(a_step(0, extra=((metric_names.IDLE_UPDATES, 0.0),)))
+    assert "not taken" not in console.getvalue()
+    log.step(a_step(1, extra=((metric_names.IDLE_UPDATES, 1.0),)))
+    assert "step 2: 1 optimizer step not taken: nothing that was kept has a gradient" in console.getvalue()
+    log.close()
+
+
 def test_numpy_numbers_are_written_as_numbers(tmp_path: Path) -> None:
     with open_log(tmp_path) as log:
         log.step(replace(a_step(0), rollout_tokens=np.int64(7), reward=np.float32(0.5)))  # type: ignore[arg-type]

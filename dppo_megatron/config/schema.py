@@ -338,6 +338,17 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointSafetyConfig:
+    """``dppo.checkpoint``: what a checkpoint that cannot be written does to the run, and what may change since.
+
+    ``accept_changed``: keys, as the refusal names them, that may differ from the checkpoint's.
+    """
+
+    on_write_error: Literal["stop", "continue"] = "stop"
+    accept_changed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class DppoConfig:
     """``dppo``: all that is ours. Absent from a file: ``enabled`` is false, plain GRPO."""
 
@@ -351,6 +362,7 @@ class DppoConfig:
     audit: AuditConfig = field(default_factory=AuditConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    checkpoint: CheckpointSafetyConfig = field(default_factory=CheckpointSafetyConfig)
     fp8_emulate: bool = False
     save_hf: bool = True
 

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import psutil  # noqa: F401  (megatron-core's writer does not declare it, and hangs for ever without it)
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dppo_megatron import device
 from dppo_megatron.parallel import collectives
@@ -12,10 +14,18 @@ from dppo_megatron.parallel.policy import Policy
 
 
 def save_policy(policy: Policy, directory: Path, *, with_optimizer: bool) -> None:
-    """Write the shards of every rank into an existing, empty directory; called by every rank."""
+    """Write the shards of every rank into an existing, empty directory; called by every rank.
+
+    Raises OSError on every rank where one of them could not write its shards.
+    """
     with device.megatron_calls():
         state = _sharded_state(policy, with_optimizer=with_optimizer, is_loading=False)
-        dist_checkpointing.save(state, str(directory))
+        try:
+            dist_checkpointing.save(state, str(directory))
+        except CheckpointException as error:
+            # It is no Exception, and only the first rank knows why.
+            reasons = {str(cause) for cause, _ in error.failures.values()} or {"another rank could not write"}
+            raise OSError("; ".join(sorted(reasons))) from error
     collectives.barrier(policy.mesh.world)
 
 

@@ -217,6 +217,17 @@ class Policy:
         self.model.force_all_reduce = force_all_reduce
         return self._run(rows, divided_loss, forward_only=False, force_all_reduce=force_all_reduce)
 
+    def stay(self, loss: TokenLoss) -> TrainStats:
+        """The statistics of an optimizer step that is not taken; one without a gradient would move it too."""
+        return TrainStats(
+            loss=0.0,
+            grad_norm=0.0,
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            num_tokens=0,
+            metrics=tuple((name, 0.0) for name in loss.metric_names),
+            idle=True,
+        )
+
     def _total(self, sums: list[Tensor], *, width: int) -> Tensor:
         # The last stage holds the sums of its rows; one reduction over data and context, one broadcast along PP.
         total = torch.stack(sums).sum(0) if sums else torch.zeros(width, device=device.current())

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dppo_megatron.batches import LossSums, PackedRow
+from dppo_megatron.batches import FloatArray, LossSums, PackedRow
 from dppo_megatron.config.schema import LossConfig
 from dppo_megatron.rl.importance_weights import ImportanceWeights, importance_weights
 
@@ -54,6 +54,10 @@ class PolicyLoss:
             "importance_ratio",
             "importance_out_of_bounds",
         )
+
+    def has_gradient(self, advantages: FloatArray) -> bool:
+        """Whether sequences of these advantages move the policy: one is not zero, or KL is penalised."""
+        return bool(advantages.any()) or bool(len(advantages) and self.config.reference_policy_kl_penalty)
 
     def __call__(self, logprobs: Tensor, row: PackedRow) -> LossSums:
         """Sum the weighted token terms.

@@ -1,7 +1,12 @@
-"""A reward that even a model of a few warm-up steps earns: the share of places with the right digit."""
+"""Rewards of test runs. ``score`` is one that even a model of a few warm-up steps earns: right digits by place."""
 
 
 def score(prompt: str, completion: str, answer: str) -> float:
     """Digits in their right places over the longer length."""
     right = sum(mine == theirs for mine, theirs in zip(completion, answer, strict=False))
     return right / max(len(completion), len(answer))
+
+
+def same(prompt: str, completion: str, answer: str) -> float:
+    """The same for every completion: no group has an advantage."""
+    return 0.5

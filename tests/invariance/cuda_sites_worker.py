@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import torch
-from layout_worker import LAYOUTS, layout_of, take_steps
+from layout_worker import layout_of, take_steps
+from matrix import PARITY
+from suite import step_of
 from toy_step import policy_config
 from transformers import AutoConfig
 
@@ -25,12 +27,12 @@ def main() -> None:
     device.set_num_threads()
     device.start_process_group()
     device.trace_sites = True
-    megatron = LAYOUTS["dp2_sharded"]
+    megatron = PARITY["tied-dp2_sharded"].megatron
     layout = layout_of(megatron, 1)
     mesh = lay_out(layout, seed=1)
     architecture = read_architecture(AutoConfig.from_pretrained(model).to_dict())
     policy = Policy(policy_config(model, megatron), architecture, source=model, mesh=mesh)
-    take_steps(policy, mesh, layout)
+    take_steps(policy, mesh, layout, step_of("float32"), "evenly")
     checkpoint = output.with_suffix(".checkpoint")
     checkpoint.mkdir()
     save_policy(policy, checkpoint, with_optimizer=True)

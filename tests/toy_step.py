@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,10 +20,12 @@ from dppo_megatron.config.schema import (
 LEARNING_RATE, EPSILON, BETAS, CLIP = 1e-2, 1e-2, (0.9, 0.95), 0.5
 """Adam's epsilon is large so that parameters compare: with 1e-8 the first steps are signs, and a gradient near
 zero may flip."""
+RECIPE_RATE, RECIPE_EPSILON = 5e-6, 1e-8
+"""The schema's defaults: gradients and moments compare under them, parameters hardly move."""
 NUM_GENERATIONS, TEMPERATURE, DENOMINATOR = 4, 0.8, 24.0
 
 
-def make_model(directory: Path, *, tied: bool, seed: int = 0) -> None:
+def make_model(directory: Path, *, tied: bool, num_key_value_heads: int = 2, seed: int = 0) -> None:
     """Write a random two-layer Qwen3 with GQA, a head size that is not hidden / heads, and an odd vocabulary."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -31,7 +34,7 @@ def make_model(directory: Path, *, tied: bool, seed: int = 0) -> None:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=num_key_value_heads,
         head_dim=16,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
@@ -46,27 +49,43 @@ def make_model(directory: Path, *, tied: bool, seed: int = 0) -> None:
 
 
 def policy_config(directory: Path, megatron: MegatronConfig) -> PolicyConfig:
-    """The policy's section for a layout, in float32, with the reference's Adam."""
-    return PolicyConfig(model_name=str(directory), precision="float32", logprob_chunk_size=13, megatron_cfg=megatron)
+    """The policy's section for a layout, with the reference's Adam."""
+    return PolicyConfig(
+        model_name=str(directory),
+        precision="bfloat16" if megatron.pipeline_dtype == "bfloat16" else "float32",
+        logprob_chunk_size=13,
+        megatron_cfg=megatron,
+    )
 
 
 def megatron_config(
-    *, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False, sharded: bool = False, overlap: bool = False
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    sp: bool = False,
+    sharded: bool = False,
+    overlap: bool = False,
+    bfloat16: bool = False,
+    recompute: Literal["full", "selective"] | None = None,
+    recipe: bool = False,
 ) -> MegatronConfig:
-    """``policy.megatron_cfg`` of a layout; the rate is constant."""
+    """``policy.megatron_cfg`` of a layout; the rate is constant. ``recipe``: the default rate and epsilon."""
     return MegatronConfig(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=cp,
         sequence_parallel=sp,
-        pipeline_dtype="float32",
+        pipeline_dtype="bfloat16" if bfloat16 else "float32",
+        activation_checkpointing=recompute is not None,
+        recompute_granularity=recompute or "full",
         optimizer=OptimizerConfig(
-            lr=LEARNING_RATE,
+            lr=RECIPE_RATE if recipe else LEARNING_RATE,
             min_lr=0.0,
             weight_decay=0.0,
             adam_beta1=BETAS[0],
             adam_beta2=BETAS[1],
-            adam_eps=EPSILON,
+            adam_eps=RECIPE_EPSILON if recipe else EPSILON,
             clip_grad=CLIP,
             use_distributed_optimizer=sharded,
         ),
@@ -88,11 +107,13 @@ class ToyStep:
     plan: PrunedBatch
 
 
-def make_step(*, num_prompts: int = 6, seed: int = 3) -> ToyStep:
-    """Rollouts with uneven lengths; two thirds kept, with weights."""
+def make_step(*, num_prompts: int = 6, seed: int = 3, longest_prompt: int | None = None) -> ToyStep:
+    """Rollouts with uneven lengths; two thirds kept, with weights. longest_prompt: of the first prompt, tokens."""
     random = np.random.default_rng(seed)
     num = num_prompts * NUM_GENERATIONS
     rows = [random.integers(0, 61, size) for size in random.integers(2, 9, num_prompts)]
+    if longest_prompt is not None:
+        rows[0] = random.integers(0, 61, longest_prompt)
     completions = [random.integers(0, 61, size) for size in random.integers(1, 12, num)]
     prompts = PromptBatch(
         prompt_ids=np.arange(num_prompts),
@@ -154,18 +175,21 @@ def share_of(step: ToyStep, *, rank: int, size: int) -> RolloutBatch:
 class ReferenceUpdate:
     """What the same update gives in float64, one sequence at a time.
 
-    logprobs: of each kept sequence's completion tokens. gradients: before clipping. weights: after the step.
+    logprobs: of each kept sequence's completion tokens, before the last step. losses, grad_norms: of each step.
+    gradients: of the last step, clipped. first, second: Adam's moments, and weights, after the steps.
     """
 
     logprobs: list[torch.Tensor]
-    loss: float
-    grad_norm: float
+    losses: list[float]
+    grad_norms: list[float]
     gradients: dict[str, torch.Tensor]
+    first: dict[str, torch.Tensor]
+    second: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
 
 
 def reference_update(
-    directory: Path, step: ToyStep, *, num_steps: int = 1, kl_coefficient: float = 0.0
+    directory: Path, step: ToyStep, *, num_steps: int, kl_coefficient: float, recipe: bool = False
 ) -> ReferenceUpdate:
     """GRPO with importance weights, sequence mean and (against the first weights) the k3 penalty, by hand.
 
@@ -174,15 +198,25 @@ def reference_update(
     model = Qwen3ForCausalLM.from_pretrained(directory, attn_implementation="eager").double()
     first = Qwen3ForCausalLM.from_pretrained(directory, attn_implementation="eager").double()
     parameters = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(parameters.values(), lr=LEARNING_RATE, eps=EPSILON, betas=BETAS, weight_decay=0.0)
-    for _ in range(num_steps - 1):
-        _backward(model, first, step, kl_coefficient)
-        _step(optimizer, parameters)
-    logprobs, loss = _backward(model, first, step, kl_coefficient)
-    gradients = {name: parameter.grad.clone() for name, parameter in parameters.items() if parameter.grad is not None}
-    norm = _step(optimizer, parameters)
-    weights = {name: parameter.detach() for name, parameter in parameters.items()}
-    return ReferenceUpdate(logprobs, loss, norm, gradients, weights)
+    rate, epsilon = (RECIPE_RATE, RECIPE_EPSILON) if recipe else (LEARNING_RATE, EPSILON)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=rate, eps=epsilon, betas=BETAS, weight_decay=0.0)
+    logprobs, losses, norms, gradients = [], [], [], {}
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        logprobs, loss = _backward(model, first, step, kl_coefficient)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)))
+        losses.append(loss)
+        gradients = {name: tensor.grad.clone() for name, tensor in parameters.items() if tensor.grad is not None}
+        optimizer.step()
+    return ReferenceUpdate(
+        logprobs=logprobs,
+        losses=losses,
+        grad_norms=norms,
+        gradients=gradients,
+        first={name: optimizer.state[tensor]["exp_avg"] for name, tensor in parameters.items()},
+        second={name: optimizer.state[tensor]["exp_avg_sq"] for name, tensor in parameters.items()},
+        weights={name: tensor.detach() for name, tensor in parameters.items()},
+    )
 
 
 def _backward(
@@ -203,13 +237,6 @@ def _backward(
         logprobs.append(logp.detach())
     loss.backward()
     return logprobs, float(loss.detach())
-
-
-def _step(optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter]) -> float:
-    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(norm)
 
 
 def _completion_logprobs(model: Qwen3ForCausalLM, prompt: np.ndarray, completion: np.ndarray) -> torch.Tensor:

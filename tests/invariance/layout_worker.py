@@ -1,0 +1,207 @@
+"""One rank of a launch that takes the toy step in several configurations in turn and writes what came out.
+
+argv: directory of models, output directory, then names of cases.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from adam_state import KINDS, streamed_state
+from breakages import broken
+from matrix import BUCKET_BYTES, CONTROLS, PARITY, STREAM_MEASURED, Case, Deal
+from safetensors.torch import load_file, save_file
+from suite import step_of
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from toy_step import NUM_GENERATIONS, TEMPERATURE, ToyStep, policy_config, share_of
+from transformers import AutoConfig
+
+from dppo_megatron import device
+from dppo_megatron.architecture import read_architecture
+from dppo_megatron.batches import PackedRow, RowPlan, ScoredBatch
+from dppo_megatron.config.schema import LossConfig, MegatronConfig, SequencePackingConfig
+from dppo_megatron.parallel import hf_weights
+from dppo_megatron.parallel.exchange import exchange, gather_scores
+from dppo_megatron.parallel.mesh import Mesh, lay_out
+from dppo_megatron.parallel.policy import Policy
+from dppo_megatron.parallel.sequence_layout import zigzag_positions
+from dppo_megatron.plan import Layout, padding_multiples
+from dppo_megatron.rl.loss import PolicyLoss
+from dppo_megatron.rl.packing import plan_rows
+
+NUM_STEPS, KL = 2, 0.05
+
+
+def layout_of(megatron: MegatronConfig, world_size: int) -> Layout:
+    """The layout with as many data-parallel replicas as fit."""
+    tp, pp, cp = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.context_parallel_size,
+    )
+    return Layout(tp=tp, pp=pp, cp=cp, dp=world_size // (tp * pp * cp), sequence_parallel=megatron.sequence_parallel)
+
+
+def deal_rows(step: ToyStep, layout: Layout, deal: Deal) -> RowPlan:
+    """Three rows a data-parallel rank, dealt in turn, the last rank's last row empty; or as ``deal`` says."""
+    multiples, num_sequences = padding_multiples(layout), len(step.plan)
+    if deal == "full_row":
+        capacity = -(-int(step.plan.lengths.max()) // multiples.row) * multiples.row
+        return plan_rows(
+            step.plan.lengths,
+            config=SequencePackingConfig(),
+            window=None,
+            capacity=capacity,
+            sequence_multiple=multiples.sequence,
+            row_multiple=multiples.row,
+            dp_size=layout.dp,
+        )
+    if deal == "evenly":
+        num_rows = 3 * layout.dp
+        bins = [np.arange(start, num_sequences, num_rows - 1) for start in range(num_rows - 1)]
+        bins.append(np.zeros(0, np.int64))
+        rows = tuple(tuple(bins[3 * rank : 3 * rank + 3]) for rank in range(layout.dp))
+    else:
+        nothing, last = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if deal == "single_token":
+            last = np.flatnonzero(step.plan.completion_lengths == 1)[:1]
+            assert len(last) == 1
+        rest = np.setdiff1d(np.arange(num_sequences), last)
+        rows = ((rest[::2], rest[1::2]), (nothing, last))
+    return RowPlan(rows=rows, sequence_multiple=multiples.sequence, row_multiple=multiples.row)
+
+
+def run_case(case: Case, models: Path, output: Path) -> None:
+    """Take two steps and write what came out from rank 0, tensors under their Hugging Face names."""
+    source = models / case.model
+    layout = layout_of(case.megatron, torch.distributed.get_world_size())
+    mesh = lay_out(layout, seed=1)
+    architecture = read_architecture(AutoConfig.from_pretrained(source).to_dict())
+    with broken(case.breakage):
+        policy = Policy(policy_config(source, case.megatron), architecture, source=source, mesh=mesh)
+        loaded = {key: tensor.clone() for key, tensor in policy.hf_weights()}
+        results = take_steps(policy, mesh, layout, step_of(case.setting), case.deal)
+    results["stream.as_loaded"] = torch.tensor(equals_source(loaded, source))
+    weights = {key: tensor.clone().contiguous() for key, tensor in policy.hf_weights()}
+    results["stream.as_held"] = everywhere(equals_shards(weights, policy, output / f"{case.name}-{mesh.world.rank}"))
+    if case.name in STREAM_MEASURED:
+        results["stream.peak"] = stream_peak(policy, bucket_bytes=BUCKET_BYTES)
+        results["stream.peak_of_one_bucket"] = stream_peak(policy, bucket_bytes=2**30)
+    results |= {f"weights.{key}": tensor for key, tensor in weights.items()}
+    for kind in KINDS:
+        results |= {f"{kind}.{key}": tensor.clone() for key, tensor in streamed_state(policy, kind)}
+    if mesh.world.is_first:
+        save_file(results, output / f"{case.name}.safetensors")
+
+
+def equals_source(streamed: dict[str, Tensor], source: Path) -> bool:
+    """Whether the stream of a policy that was just loaded is the file's content, bit for bit."""
+    files = load_file(source / "model.safetensors")
+    return all(torch.equal(streamed[name], tensor.to(streamed[name].dtype)) for name, tensor in files.items())
+
+
+def equals_shards(streamed: dict[str, Tensor], policy: Policy, scratch: Path) -> bool:
+    """Whether the streamed tensors, cut up by the loader, are the shards that this rank holds, bit for bit."""
+    scratch.mkdir()
+    save_file(streamed, scratch / "model.safetensors")
+    cut = {name: torch.full_like(shard, torch.nan) for name, shard in policy.parameters.local.items()}
+    located = replace(policy.parameters, local=cut)
+    hf_weights.load_weights(located, hf_weights.HfDirectory(scratch), mesh=policy.mesh)
+    return all(torch.equal(cut[name], shard) for name, shard in policy.parameters.local.items())
+
+
+def stream_peak(policy: Policy, *, bucket_bytes: int) -> Tensor:
+    """Most bytes that streaming held at once, by the allocator's own account; a reader keeps nothing."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for _ in hf_weights.stream_weights(policy.parameters, mesh=policy.mesh, bucket_bytes=bucket_bytes):
+            pass
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return torch.tensor(max(np.cumsum(sizes).tolist(), default=0))
+
+
+def everywhere(holds: bool) -> Tensor:
+    """Whether it holds on every rank."""
+    count = torch.tensor(int(holds))
+    torch.distributed.all_reduce(count)
+    return count == torch.distributed.get_world_size()
+
+
+def take_steps(policy: Policy, mesh: Mesh, layout: Layout, step: ToyStep, deal: Deal) -> dict[str, Tensor]:
+    """Two updates on the same batch, with the KL penalty against the first weights."""
+    scores = gathered_scores(step, mesh)
+    assert np.array_equal(scores.advantages, step.scores.advantages)
+    assert np.array_equal(scores.completion_lengths, step.scores.completion_lengths)
+    plan = deal_rows(step, layout, deal)
+    rows = exchange(
+        share_of(step, rank=mesh.world.rank, size=mesh.world.size),
+        step.plan,
+        plan,
+        scores=scores,
+        token_level_loss=False,
+        mesh=mesh,
+    )
+    loss = PolicyLoss(LossConfig(reference_policy_kl_penalty=KL))
+    results = {}
+    reference = policy.reference()
+    for number in range(NUM_STEPS):
+        results[f"logprobs.{number}"] = token_logprobs(policy, rows, plan, step, mesh)
+        rows = policy.attach_logprobs(rows, old=False, reference=reference, temperature=TEMPERATURE)
+        stats = policy.update(rows, loss=loss, denominator=step.plan.denominator, temperature=TEMPERATURE)
+        results["tokens"] = torch.tensor(stats.num_tokens)
+        results[f"loss.{number}"] = torch.tensor(stats.loss, dtype=torch.float64)
+        results[f"grad_norm.{number}"] = torch.tensor(stats.grad_norm, dtype=torch.float64)
+    return results
+
+
+def gathered_scores(step: ToyStep, mesh: Mesh) -> ScoredBatch:
+    """The step's scores, each rank contributing those of its own prompts."""
+    prompts = np.arange(mesh.world.rank, len(step.rollouts.prompts), mesh.world.size)
+    mine = (prompts[:, None] * NUM_GENERATIONS + np.arange(NUM_GENERATIONS)).ravel()
+    return gather_scores(
+        share_of(step, rank=mesh.world.rank, size=mesh.world.size),
+        step.scores.rewards[mine],
+        step.scores.advantages[mine],
+        kept=step.scores.prompts,
+        num_generations=NUM_GENERATIONS,
+        over=mesh.world,
+    )
+
+
+def token_logprobs(policy: Policy, rows: Sequence[PackedRow], plan: RowPlan, step: ToyStep, mesh: Mesh) -> Tensor:
+    """Log-probs [K, longest completion] of every kept sequence's sampled tokens, zero behind their ends."""
+    lengths = step.plan.completion_lengths
+    total = torch.zeros(len(lengths), int(lengths.max()))
+    found = policy.logprobs(rows, temperature=TEMPERATURE)
+    for row, values, sequences in zip(rows, found, plan.rows[mesh.dp.rank], strict=False):
+        places = torch.arange(len(values))
+        if mesh.cp.size > 1:
+            held = zigzag_positions(np.diff(row.cu_seqlens.numpy()).astype(np.int64), mesh.cp.size)
+            places = torch.from_numpy(held[mesh.cp.rank])
+        trained = row.coefficients != 0
+        number = torch.searchsorted(row.cu_seqlens.long(), places[trained], right=True) - 1
+        index = torch.from_numpy(sequences)[number]
+        prompts = torch.from_numpy(step.plan.lengths - lengths)[index]
+        total[index, row.positions[trained] - prompts + 1] = values[trained]
+    torch.distributed.all_reduce(total, group=mesh.dp_cp.group)
+    torch.distributed.broadcast(total, src=mesh.pp.ranks[-1], group=mesh.pp.group)
+    return total
+
+
+def main() -> None:
+    """Run the cases named on the command line."""
+    models, output = Path(sys.argv[1]), Path(sys.argv[2])
+    device.set_num_threads()
+    device.start_process_group()
+    for name in sys.argv[3:]:
+        run_case((PARITY | CONTROLS)[name], models, output)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""A run that stops and continues is the run that never stopped, on its layout bit for bit."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from run_jobs import WORKER, job, metrics, write_prompts
+from safetensors.torch import load_file
+
+from dppo_megatron import metric_names
+from dppo_megatron.checkpoint_files import find_checkpoints
+
+SHARDED = ("policy.megatron_cfg.optimizer.use_distributed_optimizer=true",)
+TP2 = ("cluster.gpus_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
+DP2 = ("cluster.gpus_per_node=2", *SHARDED)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, launch) -> Path:
+    root = tmp_path_factory.mktemp("resume")
+    write_prompts(tiny_model, root)
+
+    def jobs(name: str, *num_steps: int, extra: tuple[str, ...] = ()) -> list[list[str]]:
+        return [job(tiny_model, root / name, num_steps=number, extra=extra) for number in num_steps]
+
+    recorded = (f"dppo.rollout.record_dir={root / 'whole'}",)
+    replayed = (f"dppo.rollout.replay_dir={root / 'whole'}", "grpo.val_at_start=false")
+    first = [
+        *jobs("whole", 6, extra=recorded),
+        *jobs("halves", 3, 6),
+        *jobs("sharded", 4, extra=SHARDED),
+        *jobs("sharded_halves", 2, 4, extra=SHARDED),
+    ]
+    launch(WORKER, json.dumps(first), num_processes=1)
+    second = [
+        *jobs("tp2_then_dp2", 4, extra=(*replayed, *TP2)),
+        *jobs("tp2_then_dp2", 6, extra=(*replayed, *DP2)),
+        *jobs("dp2_then_one", 4, extra=(*replayed, *DP2)),
+    ]
+    launch(WORKER, json.dumps(second), num_processes=2)
+    launch(WORKER, json.dumps(jobs("dp2_then_one", 6, extra=replayed)), num_processes=1)
+    return root
+
+
+@pytest.mark.parametrize(("whole", "halves"), [("whole", "halves"), ("sharded", "sharded_halves")])
+def test_a_resumed_run_is_bit_for_bit_the_run_that_never_stopped(whole: str, halves: str, root: Path) -> None:
+    assert metrics(root / halves) == metrics(root / whole)
+    ours, theirs = (load_file(root / name / "hf" / "model.safetensors") for name in (halves, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("name", ["tp2_then_dp2", "dp2_then_one"])
+def test_a_run_resumed_on_another_layout_is_the_same_run_up_to_rounding(name: str, root: Path) -> None:
+    # Both replay the whole run's samples: what differs is arithmetic alone.
+    ours, theirs = metrics(root / name), metrics(root / "whole")
+    assert len(ours) == len(theirs) == 6
+    for key in (metric_names.LOSS, metric_names.GRAD_NORM):
+        np.testing.assert_allclose([line[key] for line in ours], [line[key] for line in theirs], rtol=1e-3, atol=1e-5)
+    mine, other = (load_file(root / run / "hf" / "model.safetensors") for run in (name, "whole"))
+    for key, tensor in other.items():
+        assert float((mine[key] - tensor).norm() / tensor.norm()) < 1e-3, key
+
+
+def test_the_summary_covers_all_starts(root: Path) -> None:
+    summary = json.loads((root / "halves" / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert summary["accuracy_before"] is not None
+    for name in ("rollout_tokens", "train_tokens", "train_tokens_without_pruning", "train_seconds"):
+        assert summary[name] > 0
+    assert summary["train_tokens"] < summary["train_tokens_without_pruning"]
+
+
+def test_no_half_written_checkpoint_is_left(root: Path) -> None:
+    names = sorted(path.name for path in (root / "whole" / "checkpoints").iterdir())
+    assert names == ["step_2", "step_4", "step_6"]
+
+
+def train(command: list[str], *, largest_file: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``dppo train``; a file that would grow beyond ``largest_file`` bytes cannot be written."""
+
+    def limit() -> None:
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
+    path = os.pathsep.join([str(WORKER.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "dppo_megatron", "train", *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=240,
+        check=False,
+        preexec_fn=limit,
+    )
+
+
+def copy_of(run: Path, name: str) -> Path:
+    """A copy of a run to spoil."""
+    shutil.copytree(run, run.with_name(name))
+    return run.with_name(name)
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_name_and_accepted_by_name(root: Path, tiny_model: Path) -> None:
+    run, changed = copy_of(root / "halves", "accepted"), ("loss_fn.ratio_clip_max=0.3", "loss_fn.ratio_clip_min=0.1")
+    accept_one = "dppo.checkpoint.accept_changed=[loss_fn.ratio_clip_min]"
+    result = train(job(tiny_model, run, num_steps=8, extra=(*changed, accept_one)))
+    assert result.returncode == 2, result.stderr
+    assert "loss_fn.ratio_clip_max: 0.2 there, 0.3 here" in result.stderr
+    assert "ratio_clip_min: 0.2 there" not in result.stderr
+    assert "Traceback" not in result.stderr
+
+    accept_both = "dppo.checkpoint.accept_changed=[loss_fn.ratio_clip_min, loss_fn.ratio_clip_max]"
+    result = train(job(tiny_model, run, num_steps=8, extra=(*changed, accept_both)))
+    assert result.returncode == 0, result.stderr
+    assert "loss_fn.ratio_clip_max: 0.2 there, 0.3 here" in result.stderr
+    assert len(metrics(run)) == 8
+
+
+def test_a_damaged_checkpoint_is_set_aside_loudly_and_the_one_before_it_used(root: Path, tiny_model: Path) -> None:
+    run = copy_of(root / "halves", "damaged")
+    shards = sorted((run / "checkpoints" / "step_6" / "policy").glob("*.distcp"))
+    content = bytearray(shards[0].read_bytes())
+    content[len(content) // 2] ^= 1
+    shards[0].write_bytes(content)
+    result = train(job(tiny_model, run, num_steps=6))
+    assert result.returncode == 0, result.stderr
+    assert "step_6 IS DAMAGED" in result.stderr
+    assert f"policy/{shards[0].name}" in result.stderr
+    assert (run / "checkpoints" / "damaged_step_6").is_dir()
+    # Steps 5 and 6 were taken again, and came out as before.
+    assert metrics(run) == metrics(root / "whole")
+    starts = json.loads((run / "provenance.json").read_text())["starts"]
+    assert starts[-1]["first_step"] == 4
+
+
+@pytest.mark.parametrize("on_write_error", ["stop", "continue"])
+def test_a_full_disk_keeps_the_last_good_checkpoint(on_write_error: str, root: Path, tiny_model: Path) -> None:
+    run = root / f"full_{on_write_error}"
+    extra = (f"dppo.checkpoint.on_write_error={on_write_error}", "dppo.save_hf=false")
+    shutil.copytree(root / "halves" / "checkpoints" / "step_2", run / "checkpoints" / "step_2")
+    result = train(job(tiny_model, run, num_steps=6, extra=extra), largest_file=200_000)
+    assert "cannot be written" in result.stderr
+    assert "the last good checkpoint stays" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [*find_checkpoints(run / "checkpoints")] == [2]
+    assert not [path for path in (run / "checkpoints").iterdir() if path.name != "step_2"]
+    assert result.returncode == (1 if on_write_error == "stop" else 0), result.stderr
+    # Continuing, the run makes all of its steps: 2 are in the checkpoint, 4 follow.
+    assert len(metrics(run)) == (1 if on_write_error == "stop" else 4)
