@@ -225,8 +225,9 @@ def validate(run: Run, num_steps_done: int) -> float:
 def save_checkpoint(run: Run, step: int, accuracy: float | None) -> Path | None:
     """Write the checkpoint of the steps up to ``step``; it shows once it is published. None where it could not be."""
     assert run.state is not None
+    metric = accuracy if run.config.checkpointing.metric_name is not None else None
     return run.state.save(
-        run.policy, prompts=run.prompts, history=run.history, num_steps_done=step + 1, metric=accuracy
+        run.policy, prompts=run.prompts, history=run.history, num_steps_done=step + 1, metric=metric
     )
 
 

@@ -184,6 +184,8 @@ def _training_problems(config: Config) -> Problems:
     policy, megatron = config.policy, config.policy.megatron_cfg
     if not policy.sequence_packing.enabled:
         yield "policy.sequence_packing.enabled", "must be true: all training is on packed rows"
+    if config.checkpointing.metric_name not in (None, "val:accuracy"):
+        yield "checkpointing.metric_name", "must be val:accuracy, or null to keep the newest"
     if not megatron.enabled:
         yield f"{_MEGATRON}.enabled", "must be true: there is no other backend"
     if megatron.pipeline_dtype != policy.precision:
