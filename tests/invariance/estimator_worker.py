@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from layout_worker import deal_rows, gathered_scores, layout_of
+from layout_worker import deal_evenly, gathered_scores, layout_of
 from matrix import LAYOUTS
 from safetensors.torch import save_file
 from toy_step import TEMPERATURE, ToyStep, make_step, megatron_config, policy_config, share_of
@@ -109,7 +109,7 @@ def packed(step: ToyStep, plan: PrunedBatch, policy: Policy, mesh: Mesh) -> list
     return exchange(
         share_of(step, rank=mesh.world.rank, size=mesh.world.size),
         plan,
-        deal_rows(replace(step, plan=plan), mesh.layout, "evenly"),
+        deal_evenly(len(plan), mesh.layout),
         scores=step.scores,
         token_level_loss=False,
         mesh=mesh,

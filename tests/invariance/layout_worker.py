@@ -46,33 +46,40 @@ def layout_of(megatron: MegatronConfig, world_size: int) -> Layout:
     return Layout(tp=tp, pp=pp, cp=cp, dp=world_size // (tp * pp * cp), sequence_parallel=megatron.sequence_parallel)
 
 
+def deal_evenly(num_sequences: int, layout: Layout) -> RowPlan:
+    """Three rows a data-parallel rank, sequences dealt in turn; the last rank's last row stays empty."""
+    num_rows = 3 * layout.dp
+    bins = [np.arange(start, num_sequences, num_rows - 1) for start in range(num_rows - 1)]
+    bins.append(np.zeros(0, np.int64))
+    return _plan(tuple(tuple(bins[3 * rank : 3 * rank + 3]) for rank in range(layout.dp)), layout)
+
+
+def _plan(rows: tuple[tuple[np.ndarray, ...], ...], layout: Layout) -> RowPlan:
+    multiples = padding_multiples(layout)
+    return RowPlan(rows=rows, sequence_multiple=multiples.sequence, row_multiple=multiples.row)
+
+
 def deal_rows(step: ToyStep, layout: Layout, deal: Deal) -> RowPlan:
-    """Three rows a data-parallel rank, dealt in turn, the last rank's last row empty; or as ``deal`` says."""
+    """The kept sequences in rows, as a case says."""
     multiples, num_sequences = padding_multiples(layout), len(step.plan)
+    if deal == "evenly":
+        return deal_evenly(num_sequences, layout)
     if deal == "full_row":
-        capacity = -(-int(step.plan.lengths.max()) // multiples.row) * multiples.row
         return plan_rows(
             step.plan.lengths,
             config=SequencePackingConfig(),
             window=None,
-            capacity=capacity,
+            capacity=-(-int(step.plan.lengths.max()) // multiples.row) * multiples.row,
             sequence_multiple=multiples.sequence,
             row_multiple=multiples.row,
             dp_size=layout.dp,
         )
-    if deal == "evenly":
-        num_rows = 3 * layout.dp
-        bins = [np.arange(start, num_sequences, num_rows - 1) for start in range(num_rows - 1)]
-        bins.append(np.zeros(0, np.int64))
-        rows = tuple(tuple(bins[3 * rank : 3 * rank + 3]) for rank in range(layout.dp))
-    else:
-        nothing, last = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        if deal == "single_token":
-            last = np.flatnonzero(step.plan.completion_lengths == 1)[:1]
-            assert len(last) == 1
-        rest = np.setdiff1d(np.arange(num_sequences), last)
-        rows = ((rest[::2], rest[1::2]), (nothing, last))
-    return RowPlan(rows=rows, sequence_multiple=multiples.sequence, row_multiple=multiples.row)
+    nothing, last = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    if deal == "single_token":
+        last = np.flatnonzero(step.plan.completion_lengths == 1)[:1]
+        assert len(last) == 1
+    rest = np.setdiff1d(np.arange(num_sequences), last)
+    return _plan(((rest[::2], rest[1::2]), (nothing, last)), layout)
 
 
 def run_case(case: Case, models: Path, output: Path) -> None:
