@@ -283,9 +283,7 @@ def step_record(
         metric_names.TOKENS_SAVED_BY_COMPLETIONS: float(report.num_tokens_generated - report.num_tokens_trained),
         metric_names.REWARD_FAILURES: float(run.reward.num_failures),
         metric_names.IDLE_UPDATES: float(sum(one.idle for one in stats)),
-        metric_names.ROWS: float(sum(batch.packing.num_rows for batch in batches)),
-        metric_names.TOKEN_DENSITY: _mean([batch.packing.density for batch in batches]),
-        metric_names.TOKEN_IMBALANCE: _mean([batch.packing.token_imbalance for batch in batches]),
+        **_packing_metrics([batch.packing for batch in batches]),
     }
     return StepRecord(
         step=step,
@@ -316,6 +314,20 @@ def _audit_metrics(report: AuditReport | None) -> dict[str, float]:
     if report.standard_error is not None:
         values[metric_names.AUDIT_STANDARD_ERROR] = report.standard_error
     return values
+
+
+def _packing_metrics(reports: Sequence[PackingReport]) -> dict[str, float]:
+    """Sums of rows and padding over the step's mini-batches, means of the rest."""
+    return {
+        metric_names.ROWS: float(sum(one.num_rows for one in reports)),
+        metric_names.PACKED_DENSITY: _mean([one.packed_fill for one in reports]),
+        metric_names.SHARED_DENSITY: _mean([one.fill for one in reports]),
+        metric_names.TOKEN_DENSITY: _mean([one.density for one in reports]),
+        metric_names.SEQUENCE_PADDING: float(sum(one.sequence_padding for one in reports)),
+        metric_names.ROW_PADDING: float(sum(one.row_padding for one in reports)),
+        metric_names.TOKEN_IMBALANCE: _mean([one.token_imbalance for one in reports]),
+        metric_names.ATTENTION_IMBALANCE: _mean([one.attention_imbalance for one in reports]),
+    }
 
 
 def _mean(values: Sequence[float] | FloatArray | np.ndarray, *, weights: FloatArray | None = None) -> float:
