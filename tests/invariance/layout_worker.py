@@ -72,7 +72,9 @@ def deal_rows(step: ToyStep, layout: Layout, deal: Deal) -> RowPlan:
             assert len(last) == 1
         rest = np.setdiff1d(np.arange(num_sequences), last)
         rows = ((rest[::2], rest[1::2]), (nothing, last))
-    return RowPlan(rows=rows, sequence_multiple=multiples.sequence, row_multiple=multiples.row, num_packed=num_rows - 1)
+    return RowPlan(
+        rows=rows, sequence_multiple=multiples.sequence, row_multiple=multiples.row, num_packed=sum(map(len, rows))
+    )
 
 
 def run_case(case: Case, models: Path, output: Path) -> None:
