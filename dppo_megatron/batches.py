@@ -268,11 +268,13 @@ class RowPlan:
     rows: [DP][k], each an int64 array of indices into a PrunedBatch (empty for a row of padding alone);
     every data-parallel rank has the same number k of rows.
     sequence_multiple, row_multiple: what each sequence and each row is padded to, tokens.
+    num_packed: rows that held all sequences before they were shared out.
     """
 
     rows: tuple[tuple[IntArray, ...], ...]
     sequence_multiple: int
     row_multiple: int
+    num_packed: int
 
     def __post_init__(self) -> None:
         assert len({len(rows) for rows in self.rows}) == 1, "ranks with different numbers of rows"

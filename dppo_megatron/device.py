@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
 sites: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -70,12 +72,6 @@ def seed_random_states(seed: int) -> None:
         model_parallel_cuda_manual_seed(seed)
 
 
-def synchronize() -> None:
-    """Wait for the device, so that a stage's wall time is its own."""
-    if has_gpu():
-        torch.cuda.synchronize()
-
-
 def release_cached_memory() -> None:
     """Return cached device memory, for the other tenant of a colocated GPU."""
     if has_gpu():
@@ -85,6 +81,11 @@ def release_cached_memory() -> None:
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """Pinned host memory where a GPU will copy from it."""
     return tensor.pin_memory() if has_gpu() else tensor
+
+
+def upload(array: NDArray[np.generic]) -> torch.Tensor:
+    """An array of the host on the training device, without a wait."""
+    return pin(torch.from_numpy(array)).to(current(), non_blocking=True)
 
 
 def load_before_state_init(optimizer: Any) -> None:

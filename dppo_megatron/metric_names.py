@@ -75,9 +75,14 @@ AUDIT_MEAN_ERROR: Final = "dppo/audit/mean_relative_error"  # of the running mea
 AUDIT_STANDARD_ERROR: Final = "dppo/audit/mean_standard_error"  # what that error is about without bias
 
 # Packing.
-ROWS: Final = "dppo/rows"  # THD rows of each data-parallel rank
+ROWS: Final = "dppo/rows"  # THD rows of each data-parallel rank, of padding alone included
+PACKED_DENSITY: Final = "dppo/packed_density"  # tokens / capacity of the rows, before they are shared out
+SHARED_DENSITY: Final = "dppo/shared_density"  # the same after: ranks have equally many rows
 TOKEN_DENSITY: Final = "dppo/token_density"  # tokens / tokens with padding
+SEQUENCE_PADDING: Final = "dppo/sequence_padding"  # tokens of padding, because the layout cuts sequences
+ROW_PADDING: Final = "dppo/row_padding"  # tokens of padding, because it cuts rows; rows of padding alone included
 TOKEN_IMBALANCE: Final = "dppo/token_imbalance"  # most over mean of the data-parallel ranks' tokens
+ATTENTION_IMBALANCE: Final = "dppo/attention_imbalance"  # the same of their sums of squared lengths
 
 # Validation.
 ACCURACY: Final = "validation/accuracy"  # mean validation reward after the step

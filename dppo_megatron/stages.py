@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dppo_megatron import device, metric_names
+from dppo_megatron import metric_names
 from dppo_megatron.batches import (
     FinishReason,
     FloatArray,
@@ -16,11 +16,13 @@ from dppo_megatron.batches import (
     PromptBatch,
     PrunedBatch,
     RolloutBatch,
+    RowPlan,
     ScoredBatch,
     TrainStats,
 )
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.exchange import exchange, gather_scores
+from dppo_megatron.parallel.regrouping import lengths_in, regroup
 from dppo_megatron.plan import padding_multiples
 from dppo_megatron.rl.advantages import group_advantages
 from dppo_megatron.rl.audit import AuditReport, sketch
@@ -106,19 +108,8 @@ def record_samples(
 
 def pack_rows(run: Run, rollouts: RolloutBatch, scores: ScoredBatch, plan: PrunedBatch) -> MiniBatch:
     """Plan equal shares of rows for all data-parallel ranks, and fetch this rank's sequences into them."""
-    policy = run.config.policy
-    packing = policy.sequence_packing
-    multiples = padding_multiples(run.mesh.layout, sequence_divisor=policy.make_sequence_length_divisible_by)
-    rows = plan_rows(
-        plan.lengths,
-        config=packing,
-        window=run.config.dppo.packing.window,
-        capacity=packing.train_mb_tokens,
-        sequence_multiple=multiples.sequence,
-        row_multiple=multiples.row,
-        dp_size=run.mesh.dp.size,
-        attention_weight=run.inputs.architecture.attention_weight,
-    )
+    capacity = run.config.policy.sequence_packing.train_mb_tokens
+    rows = _plan(run, plan.lengths, capacity=capacity, dp_size=run.mesh.dp.size)
     packed = exchange(
         rollouts,
         plan,
@@ -127,14 +118,35 @@ def pack_rows(run: Run, rollouts: RolloutBatch, scores: ScoredBatch, plan: Prune
         token_level_loss=run.config.loss_fn.token_level_loss or run.config.dppo.denominator == "constant",
         mesh=run.mesh,
     )
-    return MiniBatch(plan, packed, report_packing(rows, lengths=plan.lengths, capacity=packing.train_mb_tokens))
+    return MiniBatch(plan, packed, report_packing(rows, lengths=plan.lengths, capacity=capacity))
+
+
+def _plan(run: Run, lengths: IntArray, *, capacity: int, dp_size: int) -> RowPlan:
+    policy = run.config.policy
+    multiples = padding_multiples(run.mesh.layout, sequence_divisor=policy.make_sequence_length_divisible_by)
+    return plan_rows(
+        lengths,
+        config=policy.sequence_packing,
+        window=run.config.dppo.packing.window,
+        capacity=capacity,
+        sequence_multiple=multiples.sequence,
+        row_multiple=multiples.row,
+        dp_size=dp_size,
+        attention_weight=run.inputs.architecture.attention_weight,
+    )
 
 
 def attach_logprobs(run: Run, batch: MiniBatch) -> MiniBatch:
     """Old log-probs where an earlier mini-batch will have moved the policy, the reference's where KL is penalised."""
-    off_policy = run.num_minibatches > 1 and not run.config.loss_fn.force_on_policy_ratio
+    old = run.num_minibatches > 1 and not run.config.loss_fn.force_on_policy_ratio
+    if not old and run.reference is None:
+        return batch
+    packing, regrouping = run.config.policy.sequence_packing, None
+    if packing.logprob_mb_tokens != packing.train_mb_tokens:
+        plan = _plan(run, lengths_in(batch.rows), capacity=packing.logprob_mb_tokens, dp_size=1)
+        regrouping = regroup(batch.rows, plan, cp_size=run.mesh.cp.size)
     rows = run.policy.attach_logprobs(
-        batch.rows, old=off_policy, reference=run.reference, temperature=run.sampling.temperature
+        batch.rows, old=old, reference=run.reference, temperature=run.sampling.temperature, regrouping=regrouping
     )
     return MiniBatch(batch.plan, rows, batch.packing)
 
@@ -200,11 +212,9 @@ def update(run: Run, batch: MiniBatch) -> TrainStats:
     """One optimizer step, or none where nothing kept has a gradient: the plan tells every rank so."""
     if not run.loss.has_gradient(batch.plan.advantages):
         return run.policy.stay(run.loss)
-    stats = run.policy.update(
+    return run.policy.update(
         batch.rows, loss=run.loss, denominator=batch.plan.denominator, temperature=run.sampling.temperature
     )
-    device.synchronize()
-    return stats
 
 
 def validate(run: Run, num_steps_done: int) -> float:
@@ -274,9 +284,7 @@ def step_record(
         metric_names.TOKENS_SAVED_BY_COMPLETIONS: float(report.num_tokens_generated - report.num_tokens_trained),
         metric_names.REWARD_FAILURES: float(run.reward.num_failures),
         metric_names.IDLE_UPDATES: float(sum(one.idle for one in stats)),
-        metric_names.ROWS: float(sum(batch.packing.num_rows for batch in batches)),
-        metric_names.TOKEN_DENSITY: _mean([batch.packing.density for batch in batches]),
-        metric_names.TOKEN_IMBALANCE: _mean([batch.packing.token_imbalance for batch in batches]),
+        **_packing_metrics([batch.packing for batch in batches]),
     }
     return StepRecord(
         step=step,
@@ -307,6 +315,20 @@ def _audit_metrics(report: AuditReport | None) -> dict[str, float]:
     if report.standard_error is not None:
         values[metric_names.AUDIT_STANDARD_ERROR] = report.standard_error
     return values
+
+
+def _packing_metrics(reports: Sequence[PackingReport]) -> dict[str, float]:
+    """Sums of rows and padding over the step's mini-batches, means of the rest."""
+    return {
+        metric_names.ROWS: float(sum(one.num_rows for one in reports)),
+        metric_names.PACKED_DENSITY: _mean([one.packed_fill for one in reports]),
+        metric_names.SHARED_DENSITY: _mean([one.fill for one in reports]),
+        metric_names.TOKEN_DENSITY: _mean([one.density for one in reports]),
+        metric_names.SEQUENCE_PADDING: float(sum(one.sequence_padding for one in reports)),
+        metric_names.ROW_PADDING: float(sum(one.row_padding for one in reports)),
+        metric_names.TOKEN_IMBALANCE: _mean([one.token_imbalance for one in reports]),
+        metric_names.ATTENTION_IMBALANCE: _mean([one.attention_imbalance for one in reports]),
+    }
 
 
 def _mean(values: Sequence[float] | FloatArray | np.ndarray, *, weights: FloatArray | None = None) -> float:

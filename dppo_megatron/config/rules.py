@@ -85,9 +85,10 @@ def _length_problems(config: Config) -> Problems:
     divisor = max(config.policy.make_sequence_length_divisible_by, 1)
     multiple = padding_multiples(layout, sequence_divisor=divisor).row
     longest = -(-limit // multiple) * multiple
-    if config.policy.sequence_packing.train_mb_tokens < longest:
-        need = f"{longest} tokens when padded to a multiple of {multiple}"
-        yield "policy.sequence_packing.train_mb_tokens", f"must hold one sequence of {total}, {need}"
+    for name in ("train_mb_tokens", "logprob_mb_tokens"):
+        if getattr(config.policy.sequence_packing, name) < longest:
+            need = f"{longest} tokens when padded to a multiple of {multiple}"
+            yield f"policy.sequence_packing.{name}", f"must hold one sequence of {total}, {need}"
 
 
 def _reward_problems(config: Config) -> Problems:
@@ -217,7 +218,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         grpo.val_num_generations_per_prompt checkpointing.save_period checkpointing.keep_top_k
         policy.train_global_batch_size policy.make_sequence_length_divisible_by
         policy.max_total_sequence_length policy.logprob_chunk_size policy.generation.max_new_tokens
-        policy.sequence_packing.train_mb_tokens
+        policy.sequence_packing.train_mb_tokens policy.sequence_packing.logprob_mb_tokens
         grpo.dynamic_sampling_max_gen_batches grpo.batch_multiplier grpo.reward_shaping.overlong_buffer_length
         grpo.reward_shaping.max_response_length
         policy.megatron_cfg.tensor_model_parallel_size policy.megatron_cfg.pipeline_model_parallel_size

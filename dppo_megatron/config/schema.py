@@ -107,10 +107,11 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class SequencePackingConfig:
-    """``policy.sequence_packing``: the cap of a THD row, padded tokens."""
+    """``policy.sequence_packing``: caps of a THD row, padded tokens."""
 
     enabled: bool = True
     train_mb_tokens: int = 4096
+    logprob_mb_tokens: int = follows("policy.sequence_packing.train_mb_tokens")
     algorithm: Literal[
         "window_greedy",
         "best_fit_decreasing",

@@ -22,6 +22,7 @@ from dppo_megatron.parallel.logprobs import label_logprobs
 from dppo_megatron.parallel.mesh import Mesh
 from dppo_megatron.parallel.model import build_model, transformer_config
 from dppo_megatron.parallel.optimizer import build_optimizer, data_parallel_config
+from dppo_megatron.parallel.regrouping import Regrouping
 from dppo_megatron.parallel.rotary import rotary_frequencies
 from dppo_megatron.parallel.row_layout import row_layout
 from dppo_megatron.plan import layers_of_stages
@@ -109,24 +110,35 @@ class Policy:
             exchange()
 
     def attach_logprobs(
-        self, rows: Sequence[PackedRow], *, old: bool, reference: Reference | None, temperature: float
+        self,
+        rows: Sequence[PackedRow],
+        *,
+        old: bool,
+        reference: Reference | None,
+        temperature: float,
+        regrouping: Regrouping | None = None,
     ) -> list[PackedRow]:
         """Give rows the log-probs of the present policy (``old``) and of the reference, where wanted.
 
         They are known on the last pipeline stage, where the loss is; elsewhere the rows come back as they were.
+        regrouping: of these rows, for passes under a cap of their own; None runs them as they are.
         """
         rows = list(rows)
         if old:
-            rows = self._attach(rows, "old_logprobs", temperature)
+            rows = self._attach(rows, "old_logprobs", temperature, regrouping)
         if reference is not None:
             with self._with_weights_of(reference):
-                rows = self._attach(rows, "reference_logprobs", temperature)
+                rows = self._attach(rows, "reference_logprobs", temperature, regrouping)
         return rows
 
-    def _attach(self, rows: list[PackedRow], field: str, temperature: float) -> list[PackedRow]:
-        logprobs = self.logprobs(rows, temperature=temperature)
+    def _attach(
+        self, rows: list[PackedRow], field: str, temperature: float, regrouping: Regrouping | None
+    ) -> list[PackedRow]:
+        logprobs = self.logprobs(rows if regrouping is None else regrouping.rows, temperature=temperature)
         if not self.mesh.pp.is_last:
             return rows
+        if regrouping is not None:
+            logprobs = regrouping.to_training_rows(logprobs)
         return [replace(row, **{field: values}) for row, values in zip(rows, logprobs, strict=True)]
 
     @torch.no_grad()

@@ -117,6 +117,7 @@ def test_the_row_cap_must_hold_the_longest_sequence_as_padded(tmp_path: Path) ->
         "policy.megatron_cfg.context_parallel_size=3",
         "cluster.gpus_per_node=3",
         "policy.sequence_packing.train_mb_tokens=515",
+        "policy.sequence_packing.logprob_mb_tokens=516",
     )
     (line,) = refused(load(tmp_path, *overrides))
     assert "516 tokens when padded to a multiple of 6" in line

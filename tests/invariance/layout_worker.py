@@ -56,7 +56,9 @@ def deal_evenly(num_sequences: int, layout: Layout) -> RowPlan:
 
 def _plan(rows: tuple[tuple[np.ndarray, ...], ...], layout: Layout) -> RowPlan:
     multiples = padding_multiples(layout)
-    return RowPlan(rows=rows, sequence_multiple=multiples.sequence, row_multiple=multiples.row)
+    return RowPlan(
+        rows=rows, sequence_multiple=multiples.sequence, row_multiple=multiples.row, num_packed=sum(map(len, rows))
+    )
 
 
 def deal_rows(step: ToyStep, layout: Layout, deal: Deal) -> RowPlan:
