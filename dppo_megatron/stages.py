@@ -21,6 +21,7 @@ from dppo_megatron.batches import (
 )
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.exchange import exchange, gather_scores
+from dppo_megatron.performance import StepPerformance
 from dppo_megatron.plan import padding_multiples
 from dppo_megatron.rl.advantages import group_advantages
 from dppo_megatron.rl.audit import AuditReport, sketch
@@ -249,6 +250,14 @@ def step_record(
 ) -> StepRecord:
     """What the log says of a step: sums and means over its mini-batches."""
     report = PruningReport.of(scores, plans=tuple(batch.plan for batch in batches))
+    performance = StepPerformance.of(
+        run.inputs.architecture,
+        trained_lengths=np.concatenate([batch.plan.lengths for batch in batches]),
+        rollout_tokens=report.num_tokens_generated,
+        seconds=seconds,
+        num_processes=run.mesh.world.size,
+        peak_flops=device.peak_flops(run.config.policy.precision),
+    )
     tokens = np.array([one.num_tokens for one in stats], np.float64)
     losses = {
         metric_names.LOSS_METRICS[name]: _mean([dict(one.metrics)[name] for one in stats], weights=tokens)
@@ -290,7 +299,7 @@ def step_record(
         grad_norm=_mean([one.grad_norm for one in stats]),
         learning_rate=stats[-1].learning_rate,
         stage_seconds=seconds,
-        extra=tuple((losses | rest | _audit_metrics(audited)).items()),
+        extra=tuple((losses | rest | performance.metrics() | _audit_metrics(audited)).items()),
     )
 
 
