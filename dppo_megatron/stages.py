@@ -250,14 +250,7 @@ def step_record(
 ) -> StepRecord:
     """What the log says of a step: sums and means over its mini-batches."""
     report = PruningReport.of(scores, plans=tuple(batch.plan for batch in batches))
-    performance = StepPerformance.of(
-        run.inputs.architecture,
-        trained_lengths=np.concatenate([batch.plan.lengths for batch in batches]),
-        rollout_tokens=report.num_tokens_generated,
-        seconds=seconds,
-        num_processes=run.mesh.world.size,
-        peak_flops=device.peak_flops(run.config.policy.precision),
-    )
+    performance = _performance(run, batches, rollout_tokens=report.num_tokens_generated, seconds=seconds)
     tokens = np.array([one.num_tokens for one in stats], np.float64)
     losses = {
         metric_names.LOSS_METRICS[name]: _mean([dict(one.metrics)[name] for one in stats], weights=tokens)
@@ -315,6 +308,19 @@ def _audit_metrics(report: AuditReport | None) -> dict[str, float]:
     if report.standard_error is not None:
         values[metric_names.AUDIT_STANDARD_ERROR] = report.standard_error
     return values
+
+
+def _performance(
+    run: Run, batches: Sequence[MiniBatch], *, rollout_tokens: int, seconds: StageSeconds
+) -> StepPerformance:
+    return StepPerformance.of(
+        run.inputs.architecture,
+        trained_lengths=np.concatenate([batch.plan.lengths for batch in batches]),
+        rollout_tokens=rollout_tokens,
+        seconds=seconds,
+        num_processes=run.mesh.world.size,
+        peak_flops=device.peak_flops(run.config.policy.precision),
+    )
 
 
 def _mean(values: Sequence[float] | FloatArray | np.ndarray, *, weights: FloatArray | None = None) -> float:

@@ -14,8 +14,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
         help="compare runs: curves, cost to an accuracy, settings",
-        description="Compare runs: totals, what each needed to reach an accuracy with ratios to the first run, and the "
-        "settings in which they differ; with --output also curves over steps, tokens and seconds as one HTML file.",
+        description="Compare runs: totals, what each needed to reach an accuracy with ratios to the first run, and "
+        "the settings in which they differ; with --output also curves over steps, tokens and seconds as one "
+        "HTML file.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="directories of runs, the baseline first")
     parser.add_argument(

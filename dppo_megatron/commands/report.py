@@ -14,8 +14,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="write a run's report as one HTML file",
-        description="Write a run's report as one HTML file that needs no network. A run writes it at its end; this writes it anew, "
-        "also while the run goes on.",
+        description="Write a run's report as one HTML file that needs no network. A run writes it at its end; "
+        "this writes it anew, also while the run goes on.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory (logger.log_dir)")
     parser.add_argument("--output", metavar="FILE", type=Path, help="where to write; default: RUN/report.html")

@@ -14,8 +14,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "show",
         help="print a step's samples, best and worst first",
-        description="Print samples that a run recorded (dppo.rollout.record_dir): the best and the worst completions of a step, with "
-        "reward, advantage, what pruning decided and the weight.",
+        description="Print samples that a run recorded (dppo.rollout.record_dir): the best and the worst completions "
+        "of a step, with reward, advantage, what pruning decided and the weight.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory (logger.log_dir)")
     parser.add_argument("--step", type=int, help="steps done, as the console counts; default: the last recorded")

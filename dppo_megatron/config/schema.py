@@ -349,6 +349,14 @@ class CheckpointSafetyConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    """``dppo.evaluation``: for ``dppo eval``. datasets: by name, a JSONL file; null takes ``data.validation``."""
+
+    datasets: dict[str, Any] | None = None
+    num_generations: int = 1
+
+
+@dataclass(frozen=True)
 class DppoConfig:
     """``dppo``: all that is ours. Absent from a file: ``enabled`` is false, plain GRPO."""
 
@@ -363,6 +371,7 @@ class DppoConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     checkpoint: CheckpointSafetyConfig = field(default_factory=CheckpointSafetyConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     fp8_emulate: bool = False
     save_hf: bool = True
 

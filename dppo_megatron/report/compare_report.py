@@ -1,33 +1,14 @@
 """A comparison of runs, as text and as an HTML page."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from dppo_megatron import metric_names
 from dppo_megatron.live_table import clock_time, percent
 from dppo_megatron.report.charts import line_chart
 from dppo_megatron.report.comparison import ABSENT, Comparison, Spent, accuracy_over
+from dppo_megatron.report.grid import Grid
 from dppo_megatron.report.page import Section, charts, page, table
 from dppo_megatron.report.run_data import RunData
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table of texts: headings, and rows of as many cells."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def text(self) -> str:
-        """Aligned columns under the title."""
-        cells = [self.headings, *self.rows]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(self.headings))]
-        lines = [
-            "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs))
-            for pairs in (list(zip(row, widths, strict=True)) for row in cells)
-        ]
-        return "\n".join([self.title, *lines])
 
 
 def comparison_text(comparison: Comparison) -> str:
