@@ -13,6 +13,7 @@ from dppo_megatron.live_table import percent
 from dppo_megatron.run_console import open_console
 from dppo_megatron.run_messages import Message, WarningTap, append_message, cut_messages, grouped
 from dppo_megatron.run_records import StepRecord, SummaryRecord, Totals
+from dppo_megatron.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -29,12 +30,15 @@ class RunLog:
     NeMo-RL does: step s of the loop is its s + 1, and 0 is the validation before training.
     """
 
-    def __init__(self, directory: Path, *, num_steps: int, tensorboard: bool, console: TextIO) -> None:
+    def __init__(
+        self, directory: Path, *, num_steps: int, tensorboard: bool, console: TextIO, wandb: WandbSink | None = None
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._console = open_console(console, num_steps=num_steps)
         self._tensorboard_enabled = tensorboard
         self._tensorboard: SummaryWriter | None = None
+        self._wandb = wandb
         self._metrics: TextIOWrapper | None = None
         self._totals = Totals()
         self._next_step = 0
@@ -74,6 +78,8 @@ class RunLog:
         self.note(f"accuracy before training: {percent(accuracy)}")
         if self._tensorboard_enabled:
             self._event_writer().add_scalar(metric_names.ACCURACY, accuracy, 0)
+        if self._wandb is not None:
+            self._wandb.log({metric_names.ACCURACY: accuracy}, steps_done=0)
 
     def step(self, record: StepRecord) -> None:
         """Log a step.
@@ -96,6 +102,8 @@ class RunLog:
             writer = self._event_writer()
             for name, value in record.metrics().items():
                 writer.add_scalar(name, value, record.step + 1)
+        if self._wandb is not None:
+            self._wandb.log(record.metrics(), steps_done=record.step + 1)
         self._console.step(record)
         self._next_step += 1
 
@@ -133,6 +141,9 @@ class RunLog:
             self._metrics.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.close()
+            self._wandb = None
 
     def __enter__(self) -> Self:
         self._tap.attach()

@@ -29,6 +29,7 @@ from dppo_megatron.stages import (
     update,
     validate,
 )
+from dppo_megatron.wandb_sink import WandbSink
 
 
 def train(run: Run, log: RunLog | SilentLog) -> None:
@@ -120,4 +121,5 @@ def _open_log(run: Run, directory: Path) -> RunLog | SilentLog:
         num_steps=run.num_steps,
         tensorboard=run.config.logger.tensorboard_enabled,
         console=sys.stdout,
+        wandb=WandbSink(directory, run.config.logger.wandb) if run.config.logger.wandb_enabled else None,
     )
