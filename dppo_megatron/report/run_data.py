@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """A run as its directory tells it. sample_files: (step of the loop, file), rising."""
+    """A run as its directory tells it.
+
+    metrics: what each step logged. sample_files: (step of the loop, file), rising.
+    """
 
     directory: Path
     steps: tuple[StepRecord, ...]
+    metrics: tuple[Mapping[str, float], ...]
     settings: tuple[Setting, ...]
     starts: tuple[Start, ...]
     messages: tuple[MessageGroup, ...]
@@ -67,15 +71,13 @@ class RunData:
 
     def metric_names(self) -> tuple[str, ...]:
         """Every metric that any step logged, in the order of first appearance."""
-        return tuple(dict.fromkeys(name for record in self.steps for name in record.metrics()))
+        return tuple(dict.fromkeys(name for values in self.metrics for name in values))
 
     def metric(self, name: str, *, label: str = "") -> Series:
         """One metric over the steps done; only the steps that logged it."""
-        points = [(record.step + 1.0, values[name]) for record, values in self._logged() if name in values]
+        logged = zip(self.steps, self.metrics, strict=True)
+        points = [(record.step + 1.0, values[name]) for record, values in logged if name in values]
         return Series(label or name, tuple(x for x, _ in points), tuple(float(y) for _, y in points))
-
-    def _logged(self) -> Iterator[tuple[StepRecord, dict[str, float]]]:
-        return ((record, record.metrics()) for record in self.steps)
 
     def samples(self, path: Path, *, max_groups: int) -> list[list[Sample]]:
         """The first groups of a step's samples: files are sorted by prompt id, a hash, so these are no selection."""
@@ -99,6 +101,7 @@ def read_run(directory: Path) -> RunData:
     return RunData(
         directory=directory,
         steps=steps,
+        metrics=tuple(record.metrics() for record in steps),
         settings=settings,
         starts=_read_starts(directory / PROVENANCE_FILE),
         messages=grouped(read_messages(directory)),

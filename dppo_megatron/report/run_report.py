@@ -16,7 +16,6 @@ from dppo_megatron.run_records import SummaryRecord
 
 REPORT_FILE = "report.html"
 
-_AUDIT = "dppo/audit"
 _SMOOTHING_SHARE = 30  # a smoothed curve averages this fraction of the run
 _SMALL_STAGE = 0.01  # of the time: stages below it are drawn as one
 
@@ -191,8 +190,7 @@ def _pruning(run: RunData, drawn: set[str]) -> str:
 def _cumulative_saving(run: RunData, name: str) -> tuple[float, ...]:
     spent = full = 0.0
     values = []
-    for record in run.steps:
-        metrics = record.metrics()
+    for record, metrics in zip(run.steps, run.metrics, strict=True):
         spent += metrics[name]
         full += record.train_tokens_without_pruning
         values.append(1 - spent / full if full else 0.0)
@@ -201,8 +199,24 @@ def _cumulative_saving(run: RunData, name: str) -> tuple[float, ...]:
 
 def _audit(run: RunData, drawn: set[str]) -> str:
     figures = _Charts(run, drawn)
-    for name in (name for name in run.metric_names() if name.startswith(_AUDIT)):
-        figures.add(_title(name), ((name, _title(name)),), note="pruned against full-batch gradient", dots=True)
+    figures.add(
+        "Cosine",
+        ((metric_names.AUDIT_COSINE, "of the step"), (metric_names.AUDIT_MEAN_COSINE, "of the running means")),
+        note="estimated against full-batch gradient",
+        include=(1,),
+        dots=True,
+    )
+    figures.add(
+        "Relative error",
+        (
+            (metric_names.AUDIT_ERROR, "of the step"),
+            (metric_names.AUDIT_MEAN_ERROR, "of the running means"),
+            (metric_names.AUDIT_STANDARD_ERROR, "expected of the means without bias"),
+        ),
+        note="of the estimated gradient",
+        include=(0,),
+        dots=True,
+    )
     return figures.html()
 
 
@@ -306,10 +320,6 @@ def _rest(run: RunData, drawn: set[str]) -> str:
         else:
             constant.append((name, f"{values.pop():.4g}" if values else "not finite"))
     return figures.html() + table(("constant in every step", "value"), constant, numeric=(1,))
-
-
-def _title(name: str) -> str:
-    return name.rpartition("/")[2].replace("_", " ")
 
 
 def _configuration(run: RunData) -> str:

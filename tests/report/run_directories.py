@@ -30,7 +30,11 @@ def a_step(step: int, *, accuracy: float | None = None, seconds: float = 2.0, to
         grad_norm=1.5,
         learning_rate=1e-3,
         stage_seconds=StageSeconds(rollout=seconds * 0.75, update=seconds * 0.25, validation=5.0),
-        extra=((metric_names.EFFECTIVE_SAMPLE_SIZE, 10.0 + step), ("dppo/audit_cosine", 0.9), ("dppo/new", step % 3)),
+        extra=(
+            (metric_names.EFFECTIVE_SAMPLE_SIZE, 10.0 + step),
+            (metric_names.AUDIT_COSINE, 0.9),
+            ("dppo/new", step % 3),
+        ),
     )
 
 

@@ -56,7 +56,7 @@ def test_texts_of_a_run_stay_texts(report: Path) -> None:
 
 def test_every_logged_metric_is_drawn_or_listed(report: Path) -> None:
     text = Elements(report.read_text()).text
-    for title in ("Reward", "Validation accuracy", "Kept", "Effective sample size", "audit cosine", "dppo/new"):
+    for title in ("Reward", "Validation accuracy", "Kept", "Effective sample size", "Cosine", "dppo/new"):
         assert title in text, title
 
 
