@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.atomic_file import atomic_write_text
-from dppo_megatron.config.schema import WandbConfig
+from dppo_megatron.config.logger_section import WandbConfig
 
 ID_FILE = "wandb_id.txt"
 

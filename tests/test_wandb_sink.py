@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.config.schema import WandbConfig
+from dppo_megatron.config.logger_section import WandbConfig
 from dppo_megatron.run_log import RunLog
 from dppo_megatron.wandb_sink import WandbSink
 from tests.report.run_directories import a_step

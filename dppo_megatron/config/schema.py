@@ -6,6 +6,8 @@ Defaults live here and nowhere else. A key that is not here is unknown, and an e
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dppo_megatron.config.logger_section import LoggerConfig
+
 
 def follows(key: str) -> Any:
     """A default that is another key's value, resolved when the configuration is loaded."""
@@ -247,24 +249,6 @@ class EnvConfig:
     """``env``."""
 
     math: MathEnvConfig = field(default_factory=MathEnvConfig)
-
-
-@dataclass(frozen=True)
-class WandbConfig:
-    """``logger.wandb``: where the run shows at Weights & Biases; without a name it has its directory's."""
-
-    project: str = "dppo_megatron"
-    name: str | None = None
-
-
-@dataclass(frozen=True)
-class LoggerConfig:
-    """``logger``: the run's directory and its sinks."""
-
-    log_dir: str = "logs"
-    tensorboard_enabled: bool = False
-    wandb_enabled: bool = False
-    wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
 @dataclass(frozen=True)
