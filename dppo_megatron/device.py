@@ -36,6 +36,26 @@ def current() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
 
 
+_PEAK_FLOPS = (
+    # By a part of the device's name: dense bfloat16 operations a second, from the vendors' data sheets.
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+)
+
+
+def peak_flops(precision: str) -> float | None:
+    """This device's dense operations a second in bfloat16; None for another precision, a CPU, an unknown device."""
+    if not has_gpu() or precision != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in _PEAK_FLOPS if part in name), None)
+
+
 def start_process_group(*, timeout_minutes: int = 30) -> None:
     """Join the process group that the environment describes (torchrun's or srun's variables), or one alone."""
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}

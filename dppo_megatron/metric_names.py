@@ -84,6 +84,15 @@ ROW_PADDING: Final = "dppo/row_padding"  # tokens of padding, because it cuts ro
 TOKEN_IMBALANCE: Final = "dppo/token_imbalance"  # most over mean of the data-parallel ranks' tokens
 ATTENTION_IMBALANCE: Final = "dppo/attention_imbalance"  # the same of their sums of squared lengths
 
+# Speed, over all processes.
+ROLLOUT_TOKENS_PER_SECOND: Final = "performance/rollout_tokens_per_second"  # completion tokens / sampling seconds
+TRAIN_TOKENS_PER_SECOND: Final = (
+    "performance/train_tokens_per_second"  # prompt and completion tokens / update seconds
+)
+TOKENS_PER_SECOND: Final = "performance/tokens_per_second"  # completion tokens sampled / seconds of the step
+TRAIN_FLOPS_PER_SECOND: Final = "performance/train_flops_per_second"  # of the model's matrix products, in the update
+TRAIN_UTILISATION: Final = "performance/train_utilisation"  # the same / the devices' peak, where that is known
+
 # Validation.
 ACCURACY: Final = "validation/accuracy"  # mean validation reward after the step
 ACCURACY_BEFORE: Final = "validation/accuracy_before"  # the same before the run's first step

@@ -78,11 +78,11 @@ def read_inputs(config: Config) -> Inputs:
         tokenizer=tokenizer,
         train=train,
         validation=validation,
-        stop_token_ids=_stop_token_ids(config, tokenizer, source),
+        stop_token_ids=find_stop_token_ids(config, tokenizer, source),
     )
 
 
-def _stop_token_ids(config: Config, tokenizer: "PreTrainedTokenizerBase", source: Path) -> tuple[int, ...]:
+def find_stop_token_ids(config: Config, tokenizer: "PreTrainedTokenizerBase", source: Path) -> tuple[int, ...]:
     """The configured ones, those of the model's generation config, and the tokenizer's end of sequence."""
     from transformers import GenerationConfig
 
@@ -208,7 +208,7 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
         inputs=inputs,
         policy=policy,
         reference=reference,
-        generator=_make_generator(config, inputs),
+        generator=make_generator(config, inputs),
         prompts=prompts,
         candidates=Refill(prompts, history, pruning) if section.refill else FixedNumber(prompts),
         resampling=_resampling(grpo, num_minibatches=arithmetic.num_minibatches),
@@ -254,7 +254,8 @@ def _run_state(loaded: LoadedConfig, inputs: Inputs) -> RunState | None:
     )
 
 
-def _make_generator(config: Config, inputs: Inputs) -> Generator:
+def make_generator(config: Config, inputs: Inputs) -> Generator:
+    """The engine that the configuration names."""
     if config.dppo.rollout.replay_dir is not None:
         return ReplayGenerator(Path(config.dppo.rollout.replay_dir))
     return EmbeddedGenerator(

@@ -45,6 +45,7 @@ _FREE = (
     "dppo.rollout.",
     "dppo.packing.",
     "dppo.audit.",
+    "dppo.evaluation.",
     "dppo.save_hf",
     "dppo.checkpoint.",
     "env.",

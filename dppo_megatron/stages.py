@@ -23,6 +23,7 @@ from dppo_megatron.batches import (
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.exchange import exchange, gather_scores
 from dppo_megatron.parallel.regrouping import lengths_in, regroup
+from dppo_megatron.performance import StepPerformance
 from dppo_megatron.plan import padding_multiples
 from dppo_megatron.rl.advantages import group_advantages
 from dppo_megatron.rl.audit import AuditReport, sketch
@@ -260,6 +261,7 @@ def step_record(
 ) -> StepRecord:
     """What the log says of a step: sums and means over its mini-batches."""
     report = PruningReport.of(scores, plans=tuple(batch.plan for batch in batches))
+    performance = _performance(run, batches, rollout_tokens=report.num_tokens_generated, seconds=seconds)
     tokens = np.array([one.num_tokens for one in stats], np.float64)
     losses = {
         metric_names.LOSS_METRICS[name]: _mean([dict(one.metrics)[name] for one in stats], weights=tokens)
@@ -299,7 +301,7 @@ def step_record(
         grad_norm=_mean([one.grad_norm for one in stats]),
         learning_rate=stats[-1].learning_rate,
         stage_seconds=seconds,
-        extra=tuple((losses | rest | _audit_metrics(audited)).items()),
+        extra=tuple((losses | rest | performance.metrics() | _audit_metrics(audited)).items()),
     )
 
 
@@ -329,6 +331,19 @@ def _packing_metrics(reports: Sequence[PackingReport]) -> dict[str, float]:
         metric_names.TOKEN_IMBALANCE: _mean([one.token_imbalance for one in reports]),
         metric_names.ATTENTION_IMBALANCE: _mean([one.attention_imbalance for one in reports]),
     }
+
+
+def _performance(
+    run: Run, batches: Sequence[MiniBatch], *, rollout_tokens: int, seconds: StageSeconds
+) -> StepPerformance:
+    return StepPerformance.of(
+        run.inputs.architecture,
+        trained_lengths=np.concatenate([batch.plan.lengths for batch in batches]),
+        rollout_tokens=rollout_tokens,
+        seconds=seconds,
+        num_processes=run.mesh.world.size,
+        peak_flops=device.peak_flops(run.config.policy.precision),
+    )
 
 
 def _mean(values: Sequence[float] | FloatArray | np.ndarray, *, weights: FloatArray | None = None) -> float:

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dppo_megatron.config.loader import LoadedConfig
+from dppo_megatron.config_origins import write_origins
 from dppo_megatron.parallel.hf_export import save_hf
 from dppo_megatron.parallel.mesh import open_mesh
 from dppo_megatron.plan import Layout
 from dppo_megatron.provenance import write_provenance
+from dppo_megatron.report.run_report import write_report
 from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.pruning import prune_completions, prune_prompts
-from dppo_megatron.run_log import RunLog, SilentLog
+from dppo_megatron.run_log import METRICS_FILE, RunLog, SilentLog
 from dppo_megatron.run_setup import Run, read_inputs, set_up
 from dppo_megatron.stage_clock import StageClock
 from dppo_megatron.stages import (
@@ -27,6 +29,7 @@ from dppo_megatron.stages import (
     update,
     validate,
 )
+from dppo_megatron.wandb_sink import WandbSink
 
 
 def train(run: Run, log: RunLog | SilentLog) -> None:
@@ -98,6 +101,7 @@ def run_training(loaded: LoadedConfig, layout: Layout, *, command: Sequence[str]
                 pipeline_parallel=layout.pp,
                 context_parallel=layout.cp,
             )
+            write_origins(directory, loaded)
         for note in run.notes():
             log.note(note)
         log.resume_from(run.first_step)
@@ -105,6 +109,8 @@ def run_training(loaded: LoadedConfig, layout: Layout, *, command: Sequence[str]
         if config.dppo.save_hf:
             save_hf(run.policy, directory / "hf")
         log.summary()
+        if (directory / METRICS_FILE).is_file() and mesh.world.is_first:
+            write_report(directory)
 
 
 def _open_log(run: Run, directory: Path) -> RunLog | SilentLog:
@@ -115,4 +121,5 @@ def _open_log(run: Run, directory: Path) -> RunLog | SilentLog:
         num_steps=run.num_steps,
         tensorboard=run.config.logger.tensorboard_enabled,
         console=sys.stdout,
+        wandb=WandbSink(directory, run.config.logger.wandb) if run.config.logger.wandb_enabled else None,
     )

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     try:
         loaded = require_config(options.config, options.overrides, strict=options.strict)
-        layout = _layout(loaded)
+        layout = check_run_layout(loaded)
         if not launcher.is_joined(os.environ):
             _check_directories(loaded, fresh=options.fresh)
             if layout.world_size > 1:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return _train(loaded, layout, arguments)
 
 
-def _layout(loaded: "LoadedConfig") -> "Layout":
+def check_run_layout(loaded: "LoadedConfig") -> "Layout":
     """The layout, checked against the model before a process is started."""
     from dppo_megatron.architecture import read_architecture
     from dppo_megatron.model_source import find_model, read_model_config

@@ -6,6 +6,8 @@ Defaults live here and nowhere else. A key that is not here is unknown, and an e
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dppo_megatron.config.logger_section import LoggerConfig
+
 
 def follows(key: str) -> Any:
     """A default that is another key's value, resolved when the configuration is loaded."""
@@ -251,14 +253,6 @@ class EnvConfig:
 
 
 @dataclass(frozen=True)
-class LoggerConfig:
-    """``logger``: the run's directory and its sinks."""
-
-    log_dir: str = "logs"
-    tensorboard_enabled: bool = False
-
-
-@dataclass(frozen=True)
 class ClusterConfig:
     """``cluster``: processes."""
 
@@ -350,6 +344,14 @@ class CheckpointSafetyConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    """``dppo.evaluation``: for ``dppo eval``. datasets: by name, a JSONL file; null takes ``data.validation``."""
+
+    datasets: dict[str, Any] | None = None
+    num_generations: int = 1
+
+
+@dataclass(frozen=True)
 class DppoConfig:
     """``dppo``: all that is ours. Absent from a file: ``enabled`` is false, plain GRPO."""
 
@@ -364,6 +366,7 @@ class DppoConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     checkpoint: CheckpointSafetyConfig = field(default_factory=CheckpointSafetyConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     fp8_emulate: bool = False
     save_hf: bool = True
 
