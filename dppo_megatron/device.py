@@ -34,6 +34,16 @@ def current() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
 
 
+def names() -> list[str]:
+    """Names of the GPUs that torch sees."""
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if has_gpu() else []
+
+
+def backends() -> tuple[str, ...]:
+    """Communication backends that a run on this device uses."""
+    return ("gloo", "nccl") if has_gpu() else ("gloo",)
+
+
 def start_process_group(*, timeout_minutes: int = 30) -> None:
     """Join the process group that the environment describes (torchrun's or srun's variables), or one alone."""
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
+from dppo_megatron.config.duration import parse_duration
 from dppo_megatron.config.schema import Config
 from dppo_megatron.plan import (
     Problems,
@@ -196,6 +197,16 @@ def _training_problems(config: Config) -> Problems:
         yield "grpo.advantage_clip_low", f"must be at most grpo.advantage_clip_high, {high}"
 
 
+def _time_problems(config: Config) -> Problems:
+    limit = config.checkpointing.checkpoint_must_save_by
+    if limit is None:
+        return
+    try:
+        parse_duration(limit)
+    except ValueError as error:
+        yield "checkpointing.checkpoint_must_save_by", str(error)
+
+
 def _learning_rate_problems(config: Config) -> Problems:
     lr, scheduler = config.policy.megatron_cfg.optimizer.lr, config.policy.megatron_cfg.scheduler
     for key in (f"{_MEGATRON}.optimizer.min_lr", f"{_MEGATRON}.scheduler.lr_warmup_init"):
@@ -221,7 +232,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         policy.megatron_cfg.tensor_model_parallel_size policy.megatron_cfg.pipeline_model_parallel_size
         policy.megatron_cfg.context_parallel_size policy.megatron_cfg.scheduler.lr_decay_iters
         data.max_input_seq_length env.math.num_workers cluster.gpus_per_node cluster.num_nodes
-        dppo.packing.window dppo.reward.max_answer_chars dppo.rollout.max_cache_tokens""",
+        dppo.packing.window dppo.reward.max_answer_chars dppo.rollout.max_cache_tokens
+        dppo.max_skipped_updates dppo.watchdog.slowest_factor""",
     ),
     (
         "at least 2: a group of one has no advantage",
@@ -234,7 +246,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda value: value > 0,
         """policy.generation.temperature policy.refit_buffer_size_gb policy.megatron_cfg.optimizer.lr
         policy.megatron_cfg.optimizer.adam_eps loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value
-        dppo.reward.time_limit_seconds
+        dppo.reward.time_limit_seconds dppo.watchdog.min_seconds
         loss_fn.truncated_importance_sampling_ratio""",
     ),
     (
@@ -291,4 +303,5 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     _pruning_problems,
     _training_problems,
     _learning_rate_problems,
+    _time_problems,
 )

@@ -94,6 +94,7 @@ class CheckpointingConfig:
     metric_name: str | None = "val:accuracy"
     higher_is_better: bool = True
     save_optimizer: bool = True
+    checkpoint_must_save_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -349,6 +350,15 @@ class CheckpointSafetyConfig:
 
 
 @dataclass(frozen=True)
+class WatchdogConfig:
+    """``dppo.watchdog``: a stage's limit is slowest_factor times its slowest so far, and at least min_seconds."""
+
+    enabled: bool = True
+    min_seconds: float = 1500.0
+    slowest_factor: float = 10.0
+
+
+@dataclass(frozen=True)
 class DppoConfig:
     """``dppo``: all that is ours. Absent from a file: ``enabled`` is false, plain GRPO."""
 
@@ -363,6 +373,8 @@ class DppoConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     checkpoint: CheckpointSafetyConfig = field(default_factory=CheckpointSafetyConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    max_skipped_updates: int = 3
     fp8_emulate: bool = False
     save_hf: bool = True
 
