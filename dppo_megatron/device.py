@@ -9,6 +9,7 @@ megatron-core has moved.
 
 import collections
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,11 @@ def has_gpu() -> bool:
 def current() -> torch.device:
     """The device that this process trains on."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+
+
+def has_transformer_engine() -> bool:
+    """Whether this process can run Transformer Engine's layers: a GPU, and its compiled module."""
+    return has_gpu() and importlib.util.find_spec("transformer_engine_torch") is not None
 
 
 def names() -> list[str]:

@@ -23,7 +23,7 @@ from dppo_megatron.batches import (
 )
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.exchange import exchange, gather_scores
-from dppo_megatron.plan import padding_multiples
+from dppo_megatron.plan import padding_multiples, token_alignment
 from dppo_megatron.rl.advantages import group_advantages
 from dppo_megatron.rl.audit import AuditReport, sketch
 from dppo_megatron.rl.draws import Draws, hash_parts
@@ -163,7 +163,11 @@ def pack_rows(run: Run, rollouts: RolloutBatch, scores: ScoredBatch, plan: Prune
     """Plan equal shares of rows for all data-parallel ranks, and fetch this rank's sequences into them."""
     policy = run.config.policy
     packing = policy.sequence_packing
-    multiples = padding_multiples(run.mesh.layout, sequence_divisor=policy.make_sequence_length_divisible_by)
+    multiples = padding_multiples(
+        run.mesh.layout,
+        sequence_divisor=policy.make_sequence_length_divisible_by,
+        alignment=token_alignment(policy.megatron_cfg.fp8_cfg),
+    )
     rows = plan_rows(
         plan.lengths,
         config=packing,

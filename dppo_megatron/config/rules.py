@@ -14,6 +14,7 @@ from dppo_megatron.plan import (
     padding_multiples,
     raise_problems,
     resolve_layout,
+    token_alignment,
 )
 
 _MEGATRON = "policy.megatron_cfg"
@@ -84,7 +85,7 @@ def _length_problems(config: Config) -> Problems:
         return
     layout = resolve_layout(config.cluster, megatron=megatron)
     divisor = max(config.policy.make_sequence_length_divisible_by, 1)
-    multiple = padding_multiples(layout, sequence_divisor=divisor).row
+    multiple = padding_multiples(layout, sequence_divisor=divisor, alignment=token_alignment(megatron.fp8_cfg)).row
     longest = -(-limit // multiple) * multiple
     if config.policy.sequence_packing.train_mb_tokens < longest:
         need = f"{longest} tokens when padded to a multiple of {multiple}"
@@ -197,6 +198,18 @@ def _training_problems(config: Config) -> Problems:
         yield "grpo.advantage_clip_low", f"must be at most grpo.advantage_clip_high, {high}"
 
 
+def _fp8_problems(config: Config) -> Problems:
+    fp8, key = config.policy.megatron_cfg.fp8_cfg, f"{_MEGATRON}.fp8_cfg"
+    if fp8.fp8_param and not fp8.enabled:
+        yield f"{key}.fp8_param", f"needs {key}.enabled: true"
+    if not fp8.enabled:
+        return
+    if config.policy.precision != "bfloat16":
+        yield f"{key}.enabled", f"needs policy.precision: bfloat16, not {config.policy.precision}"
+    if fp8.first_last_layers_bf16 and fp8.fp8_recipe == "delayed":
+        yield f"{key}.first_last_layers_bf16", "is not for fp8_recipe: delayed, whose scales all layers share"
+
+
 def _time_problems(config: Config) -> Problems:
     limit = config.checkpointing.checkpoint_must_save_by
     if limit is None:
@@ -255,6 +268,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         """loss_fn.reference_policy_kl_penalty loss_fn.ratio_clip_min loss_fn.ratio_clip_max
         policy.max_grad_norm policy.megatron_cfg.optimizer.min_lr policy.megatron_cfg.optimizer.weight_decay
         policy.megatron_cfg.scheduler.lr_warmup_iters policy.megatron_cfg.scheduler.lr_warmup_init
+        policy.megatron_cfg.fp8_cfg.num_layers_at_start_in_bf16
+        policy.megatron_cfg.fp8_cfg.num_layers_at_end_in_bf16
         policy.megatron_cfg.scheduler.start_weight_decay policy.megatron_cfg.scheduler.end_weight_decay
         dppo.audit.period loss_fn.truncated_importance_sampling_ratio_min
         grpo.reward_shaping.overlong_buffer_penalty""",
@@ -304,4 +319,5 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     _training_problems,
     _learning_rate_problems,
     _time_problems,
+    _fp8_problems,
 )

@@ -159,6 +159,23 @@ class DistributedDataParallelConfig:
 
 
 @dataclass(frozen=True)
+class Fp8Config:
+    """``policy.megatron_cfg.fp8_cfg``: training in FP8, by Transformer Engine on a GPU.
+
+    first_last_layers_bf16: the first and last layers (how many: num_layers_at_start_in_bf16 and ..._at_end_...) stay
+    in bfloat16.
+    """
+
+    enabled: bool = False
+    fp8: Literal["e4m3", "hybrid"] = "e4m3"
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "blockwise"
+    fp8_param: bool = False
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
+
+
+@dataclass(frozen=True)
 class MegatronConfig:
     """``policy.megatron_cfg``: layout and training."""
 
@@ -175,6 +192,7 @@ class MegatronConfig:
     recompute_modules: tuple[str, ...] | None = None
     apply_rope_fusion: bool = True
     bias_activation_fusion: bool = True
+    fp8_cfg: Fp8Config = field(default_factory=Fp8Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     distributed_data_parallel_config: DistributedDataParallelConfig = field(
