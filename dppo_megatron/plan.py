@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dppo_megatron.architecture import Architecture
-from dppo_megatron.config.schema import ClusterConfig, Fp8Config, GrpoConfig, MegatronConfig
+from dppo_megatron.config.fp8 import Fp8Config
+from dppo_megatron.config.schema import ClusterConfig, GrpoConfig, MegatronConfig
 
 _MEGATRON = "policy.megatron_cfg"
 

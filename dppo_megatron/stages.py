@@ -256,7 +256,7 @@ def _sketch(run: Run, batches: Sequence[MiniBatch]) -> FloatArray:
 
 
 def update(run: Run, batch: MiniBatch, *, step: int) -> TrainStats:
-    """One optimizer step; none where nothing kept has a gradient, as the plan tells every rank, or it is not finite."""
+    """One optimizer step; none where nothing kept has a gradient (the plan tells every rank) or one is not finite."""
     if not run.loss.has_gradient(batch.plan.advantages):
         return run.policy.stay(run.loss)
     stats = run.policy.update(

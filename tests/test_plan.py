@@ -7,7 +7,8 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dppo_megatron.architecture import Architecture, read_architecture
-from dppo_megatron.config.schema import ClusterConfig, Fp8Config, GrpoConfig, MegatronConfig
+from dppo_megatron.config.fp8 import Fp8Config
+from dppo_megatron.config.schema import ClusterConfig, GrpoConfig, MegatronConfig
 from dppo_megatron.plan import (
     BatchArithmetic,
     Layout,

@@ -6,6 +6,8 @@ Defaults live here and nowhere else. A key that is not here is unknown, and an e
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dppo_megatron.config.fp8 import Fp8Config
+
 
 def follows(key: str) -> Any:
     """A default that is another key's value, resolved when the configuration is loaded."""
@@ -156,23 +158,6 @@ class DistributedDataParallelConfig:
 
     grad_reduce_in_fp32: bool = False
     overlap_grad_reduce: bool = True
-
-
-@dataclass(frozen=True)
-class Fp8Config:
-    """``policy.megatron_cfg.fp8_cfg``: training in FP8, by Transformer Engine on a GPU.
-
-    first_last_layers_bf16: the first and last layers (how many: num_layers_at_start_in_bf16 and ..._at_end_...) stay
-    in bfloat16.
-    """
-
-    enabled: bool = False
-    fp8: Literal["e4m3", "hybrid"] = "e4m3"
-    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "blockwise"
-    fp8_param: bool = False
-    first_last_layers_bf16: bool = False
-    num_layers_at_start_in_bf16: int = 1
-    num_layers_at_end_in_bf16: int = 1
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dppo_megatron import device
 from dppo_megatron.architecture import Architecture
-from dppo_megatron.config.schema import Fp8Config, MegatronConfig
+from dppo_megatron.config.fp8 import Fp8Config
+from dppo_megatron.config.schema import MegatronConfig
 from dppo_megatron.parallel.layer_spec import local_block_spec
 from dppo_megatron.parallel.mesh import Mesh
 

@@ -24,7 +24,8 @@ from transformers import AutoConfig  # noqa: E402
 
 from dppo_megatron import device  # noqa: E402
 from dppo_megatron.architecture import Architecture, read_architecture  # noqa: E402
-from dppo_megatron.config.schema import Fp8Config, MegatronConfig  # noqa: E402
+from dppo_megatron.config.fp8 import Fp8Config
+from dppo_megatron.config.schema import MegatronConfig  # noqa: E402
 from dppo_megatron.parallel.hf_names import model_parameters, table_name  # noqa: E402
 from dppo_megatron.parallel.model import transformer_config  # noqa: E402
 from dppo_megatron.parallel.te_layer_spec import RotatedTeAttention, te_block_spec  # noqa: E402
