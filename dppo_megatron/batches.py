@@ -350,6 +350,7 @@ class TrainStats:
     loss: the objective that was minimised, after the division by the denominator. grad_norm: before clipping.
     learning_rate: of this step. num_tokens: sampled tokens trained on. metrics: the loss's own, means over those.
     idle: nothing that was kept has a gradient, so no step was taken.
+    skipped: loss or gradients were not finite, and nothing was changed.
     """
 
     loss: float
@@ -358,3 +359,4 @@ class TrainStats:
     num_tokens: int
     metrics: tuple[tuple[str, float], ...]
     idle: bool = False
+    skipped: bool = False

@@ -9,6 +9,7 @@ megatron-core has moved.
 
 import collections
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,21 @@ def peak_flops(precision: str) -> float | None:
         return None
     name = torch.cuda.get_device_name()
     return next((peak for part, peak in _PEAK_FLOPS if part in name), None)
+
+
+def has_transformer_engine() -> bool:
+    """Whether this process can run Transformer Engine's layers: a GPU, and its compiled module."""
+    return has_gpu() and importlib.util.find_spec("transformer_engine_torch") is not None
+
+
+def names() -> list[str]:
+    """Names of the GPUs that torch sees."""
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if has_gpu() else []
+
+
+def backends() -> tuple[str, ...]:
+    """Communication backends that a run on this device uses."""
+    return ("gloo", "nccl") if has_gpu() else ("gloo",)
 
 
 def start_process_group(*, timeout_minutes: int = 30) -> None:

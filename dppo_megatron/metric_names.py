@@ -9,6 +9,7 @@ LOSS: Final = "train/loss"  # the objective, after the division by its denominat
 GRAD_NORM: Final = "train/grad_norm"  # before clipping
 LEARNING_RATE: Final = "train/lr"  # of the step's last update
 IDLE_UPDATES: Final = "dppo/idle_updates"  # not taken, because nothing that was kept has a gradient
+SKIPPED_UPDATES: Final = "dppo/skipped_updates"  # those whose loss or gradients were not finite
 TRAIN_TOKENS: Final = "train/global_valid_toks"  # completion tokens trained on
 
 # The loss: means over the trained tokens.

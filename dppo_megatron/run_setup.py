@@ -30,6 +30,8 @@ from dppo_megatron.rl.pruning import Pruning
 from dppo_megatron.rl.replay import ReplayGenerator
 from dppo_megatron.rl.rewards import Reward, make_reward, score_rollouts
 from dppo_megatron.run_state import RunState, fingerprint
+from dppo_megatron.skipped_updates import SkippedUpdates
+from dppo_megatron.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,6 +124,8 @@ class Run:
     validation_sampling: Sampling
     num_minibatches: int
     state: RunState | None
+    skipped: SkippedUpdates
+    stop: StopRequest
     first_step: int
     num_steps: int
 
@@ -171,7 +175,7 @@ class Run:
         return due and self.state is not None
 
 
-def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
+def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopRequest) -> Run:
     """Build every part of a run and continue from its newest checkpoint; called by every rank."""
     config = loaded.config
     grpo, policy_config = config.grpo, config.policy
@@ -223,6 +227,10 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
         ),
         num_minibatches=arithmetic.num_minibatches,
         state=state,
+        skipped=SkippedUpdates(
+            limit=config.dppo.max_skipped_updates, directory=Path(config.logger.log_dir), world=mesh.world
+        ),
+        stop=stop,
         first_step=resumed.num_steps_done if resumed else 0,
         num_steps=min(grpo.max_num_steps, grpo.max_num_epochs * prompts.steps_per_epoch),
     )

@@ -48,6 +48,8 @@ _FREE = (
     "dppo.evaluation.",
     "dppo.save_hf",
     "dppo.checkpoint.",
+    "dppo.watchdog.",
+    "dppo.max_skipped_updates",
     "env.",
 )
 """Keys that may change between a checkpoint and its resumption: they do not decide what is trained. The model
@@ -95,6 +97,10 @@ class RunState:
     def directory(self) -> Path:
         """Where checkpoints lie."""
         return Path(self.config.checkpoint_dir)
+
+    def path(self, num_steps_done: int) -> Path:
+        """Where the checkpoint after so many steps lies, once it is published."""
+        return self.directory / f"step_{num_steps_done}"
 
     def save(
         self, policy: Policy, *, prompts: Prompts, history: PromptHistory, num_steps_done: int, metric: float | None

@@ -1,13 +1,15 @@
 """The stages of a step, as verbs on a run: what the loop names, tied to the run's parts."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from dppo_megatron import metric_names
+from dppo_megatron import device, metric_names
 from dppo_megatron.batches import (
     FinishReason,
     FloatArray,
@@ -39,6 +41,9 @@ from dppo_megatron.rl.reward_shaping import shape_rewards
 from dppo_megatron.run_records import StepRecord
 from dppo_megatron.run_setup import Run
 from dppo_megatron.stage_clock import StageSeconds
+from dppo_megatron.stop_request import Stopped
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,60 @@ class MiniBatch:
     packing: PackingReport
 
 
-def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch) -> ScoredBatch:
-    """Reward this rank's completions, compare them within their groups, and gather everybody's scores."""
+@dataclass(frozen=True, slots=True)
+class StepStart:
+    """Where a step that is abandoned goes back to. ``prompts``: the stream's state before its candidates."""
+
+    step: int
+    prompts: dict[str, int]
+
+
+def sample(run: Run, share: PromptBatch, draws: Draws, *, start: StepStart) -> RolloutBatch:
+    """This rank's completions. Raises Stopped on every rank where one was asked to stop meanwhile."""
+    return _or_abandon(run, start, partial(run.generator.generate, share, draws, run.sampling))
+
+
+def _or_abandon(run: Run, start: StepStart, work: Callable[[], T]) -> T:
+    # Nothing but the cursor of the prompts has moved yet: the step is taken again, the same, after the restart.
+    result = run.stop.attempt(work)
+    if collectives.any_rank(run.stop.signalled, run.mesh.world) or result is None:
+        run.prompts.restore(start.prompts)
+        raise Stopped(run.stop.reason, num_steps_done=start.step)
+    return result
+
+
+def leave_if_asked(run: Run, step: int, *, slowest_seconds: float) -> None:
+    """After a step: raise Stopped on every rank where one was asked to stop, or where the time is up.
+
+    slowest_seconds: of a step so far, its checkpoint included.
+    """
+    asked = run.stop.signalled or run.stop.leaves_no_time(next_seconds=slowest_seconds)
+    if collectives.any_rank(asked, run.mesh.world) and step + 1 < run.num_steps:
+        raise Stopped(run.stop.reason, num_steps_done=step + 1)
+
+
+def save_stopped(run: Run, stopped: Stopped) -> Stopped:
+    """Save what a stopped run has done since its last checkpoint; called by every rank."""
+    if run.state is None:
+        return stopped
+    checkpoint = run.state.path(stopped.num_steps_done)
+    if stopped.num_steps_done > run.first_step and not run.saves_after(stopped.num_steps_done - 1):
+        pending = save_checkpoint(run, stopped.num_steps_done - 1, None)
+        if pending is None:
+            return stopped
+        publish_checkpoint(run, pending)
+    return Stopped(stopped.reason, num_steps_done=stopped.num_steps_done, checkpoint=checkpoint)
+
+
+def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch, *, start: StepStart | None = None) -> ScoredBatch:
+    """Reward this rank's completions, compare them within their groups, and gather everybody's scores.
+
+    start: raise Stopped on every rank where one was asked to stop meanwhile; None where the history already counts
+    this step, which must then be finished.
+    """
+    rewards = run.score(rollouts) if start is None else _or_abandon(run, start, partial(run.score, rollouts))
     rewards = shape_rewards(
-        run.score(rollouts),
+        rewards,
         completion_lengths=rollouts.completions.lengths,
         finish_reasons=rollouts.finish_reasons,
         grpo=run.config.grpo,
@@ -124,7 +179,11 @@ def pack_rows(run: Run, rollouts: RolloutBatch, scores: ScoredBatch, plan: Prune
 
 def _plan(run: Run, lengths: IntArray, *, capacity: int, dp_size: int) -> RowPlan:
     policy = run.config.policy
-    multiples = padding_multiples(run.mesh.layout, sequence_divisor=policy.make_sequence_length_divisible_by)
+    multiples = padding_multiples(
+        run.mesh.layout,
+        sequence_divisor=policy.make_sequence_length_divisible_by,
+        alignment=token_alignment(policy.megatron_cfg.fp8_cfg),
+    )
     return plan_rows(
         lengths,
         config=policy.sequence_packing,
@@ -209,13 +268,15 @@ def _sketch(run: Run, batches: Sequence[MiniBatch]) -> FloatArray:
     return np.sum(parts, axis=0)
 
 
-def update(run: Run, batch: MiniBatch) -> TrainStats:
-    """One optimizer step, or none where nothing kept has a gradient: the plan tells every rank so."""
+def update(run: Run, batch: MiniBatch, *, step: int) -> TrainStats:
+    """One optimizer step; none where nothing kept has a gradient (the plan tells every rank) or one is not finite."""
     if not run.loss.has_gradient(batch.plan.advantages):
         return run.policy.stay(run.loss)
-    return run.policy.update(
+    stats = run.policy.update(
         batch.rows, loss=run.loss, denominator=batch.plan.denominator, temperature=run.sampling.temperature
     )
+    run.skipped.note(stats, batch.rows, step=step)
+    return stats
 
 
 def validate(run: Run, num_steps_done: int) -> float:
@@ -286,6 +347,7 @@ def step_record(
         metric_names.TOKENS_SAVED_BY_COMPLETIONS: float(report.num_tokens_generated - report.num_tokens_trained),
         metric_names.REWARD_FAILURES: float(run.reward.num_failures),
         metric_names.IDLE_UPDATES: float(sum(one.idle for one in stats)),
+        metric_names.SKIPPED_UPDATES: float(sum(one.skipped for one in stats)),
         **_packing_metrics([batch.packing for batch in batches]),
     }
     return StepRecord(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
+from dppo_megatron.config.duration import parse_duration
 from dppo_megatron.config.schema import Config
 from dppo_megatron.plan import (
     Problems,
@@ -13,6 +14,7 @@ from dppo_megatron.plan import (
     padding_multiples,
     raise_problems,
     resolve_layout,
+    token_alignment,
 )
 
 _MEGATRON = "policy.megatron_cfg"
@@ -83,7 +85,7 @@ def _length_problems(config: Config) -> Problems:
         return
     layout = resolve_layout(config.cluster, megatron=megatron)
     divisor = max(config.policy.make_sequence_length_divisible_by, 1)
-    multiple = padding_multiples(layout, sequence_divisor=divisor).row
+    multiple = padding_multiples(layout, sequence_divisor=divisor, alignment=token_alignment(megatron.fp8_cfg)).row
     longest = -(-limit // multiple) * multiple
     for name in ("train_mb_tokens", "logprob_mb_tokens"):
         if getattr(config.policy.sequence_packing, name) < longest:
@@ -199,6 +201,28 @@ def _training_problems(config: Config) -> Problems:
         yield "grpo.advantage_clip_low", f"must be at most grpo.advantage_clip_high, {high}"
 
 
+def _fp8_problems(config: Config) -> Problems:
+    fp8, key = config.policy.megatron_cfg.fp8_cfg, f"{_MEGATRON}.fp8_cfg"
+    if fp8.fp8_param and not fp8.enabled:
+        yield f"{key}.fp8_param", f"needs {key}.enabled: true"
+    if not fp8.enabled:
+        return
+    if config.policy.precision != "bfloat16":
+        yield f"{key}.enabled", f"needs policy.precision: bfloat16, not {config.policy.precision}"
+    if fp8.first_last_layers_bf16 and fp8.fp8_recipe == "delayed":
+        yield f"{key}.first_last_layers_bf16", "is not for fp8_recipe: delayed, whose scales all layers share"
+
+
+def _time_problems(config: Config) -> Problems:
+    limit = config.checkpointing.checkpoint_must_save_by
+    if limit is None:
+        return
+    try:
+        parse_duration(limit)
+    except ValueError as error:
+        yield "checkpointing.checkpoint_must_save_by", str(error)
+
+
 def _learning_rate_problems(config: Config) -> Problems:
     lr, scheduler = config.policy.megatron_cfg.optimizer.lr, config.policy.megatron_cfg.scheduler
     for key in (f"{_MEGATRON}.optimizer.min_lr", f"{_MEGATRON}.scheduler.lr_warmup_init"):
@@ -224,7 +248,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         policy.megatron_cfg.tensor_model_parallel_size policy.megatron_cfg.pipeline_model_parallel_size
         policy.megatron_cfg.context_parallel_size policy.megatron_cfg.scheduler.lr_decay_iters
         data.max_input_seq_length env.math.num_workers cluster.gpus_per_node cluster.num_nodes
-        dppo.packing.window dppo.reward.max_answer_chars dppo.rollout.max_cache_tokens""",
+        dppo.packing.window dppo.reward.max_answer_chars dppo.rollout.max_cache_tokens
+        dppo.max_skipped_updates dppo.watchdog.slowest_factor""",
     ),
     (
         "at least 2: a group of one has no advantage",
@@ -237,7 +262,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda value: value > 0,
         """policy.generation.temperature policy.refit_buffer_size_gb policy.megatron_cfg.optimizer.lr
         policy.megatron_cfg.optimizer.adam_eps loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value
-        dppo.reward.time_limit_seconds
+        dppo.reward.time_limit_seconds dppo.watchdog.min_seconds
         loss_fn.truncated_importance_sampling_ratio""",
     ),
     (
@@ -246,6 +271,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         """loss_fn.reference_policy_kl_penalty loss_fn.ratio_clip_min loss_fn.ratio_clip_max
         policy.max_grad_norm policy.megatron_cfg.optimizer.min_lr policy.megatron_cfg.optimizer.weight_decay
         policy.megatron_cfg.scheduler.lr_warmup_iters policy.megatron_cfg.scheduler.lr_warmup_init
+        policy.megatron_cfg.fp8_cfg.num_layers_at_start_in_bf16
+        policy.megatron_cfg.fp8_cfg.num_layers_at_end_in_bf16
         policy.megatron_cfg.scheduler.start_weight_decay policy.megatron_cfg.scheduler.end_weight_decay
         dppo.audit.period loss_fn.truncated_importance_sampling_ratio_min
         grpo.reward_shaping.overlong_buffer_penalty""",
@@ -294,4 +321,6 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     _pruning_problems,
     _training_problems,
     _learning_rate_problems,
+    _time_problems,
+    _fp8_problems,
 )

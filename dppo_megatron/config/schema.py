@@ -6,6 +6,7 @@ Defaults live here and nowhere else. A key that is not here is unknown, and an e
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dppo_megatron.config.fp8 import Fp8Config
 from dppo_megatron.config.logger_section import LoggerConfig
 
 
@@ -96,6 +97,7 @@ class CheckpointingConfig:
     metric_name: str | None = "val:accuracy"
     higher_is_better: bool = True
     save_optimizer: bool = True
+    checkpoint_must_save_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ class MegatronConfig:
     recompute_modules: tuple[str, ...] | None = None
     apply_rope_fusion: bool = True
     bias_activation_fusion: bool = True
+    fp8_cfg: Fp8Config = field(default_factory=Fp8Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     distributed_data_parallel_config: DistributedDataParallelConfig = field(
@@ -352,6 +355,15 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class WatchdogConfig:
+    """``dppo.watchdog``: a stage's limit is slowest_factor times its slowest so far, and at least min_seconds."""
+
+    enabled: bool = True
+    min_seconds: float = 1500.0
+    slowest_factor: float = 10.0
+
+
+@dataclass(frozen=True)
 class DppoConfig:
     """``dppo``: all that is ours. Absent from a file: ``enabled`` is false, plain GRPO."""
 
@@ -367,6 +379,8 @@ class DppoConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     checkpoint: CheckpointSafetyConfig = field(default_factory=CheckpointSafetyConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    max_skipped_updates: int = 3
     fp8_emulate: bool = False
     save_hf: bool = True
 

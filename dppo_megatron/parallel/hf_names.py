@@ -36,6 +36,21 @@ class Parameter:
         return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
 
 
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Transformer Engine keeps a norm in the linear that follows it; all its other names are the table's."""
+
+
+def table_name(name: str) -> str:
+    """The table's name of a parameter of either layer spec."""
+    for fused, plain in _FUSED_NORMS.items():
+        if name.endswith(f".{fused}"):
+            return name.removesuffix(fused) + plain
+    return name
+
+
 def model_parameters(architecture: Architecture, *, tp: int) -> tuple[Parameter, ...]:
     """Every parameter of the whole model, from the embedding to the output layer: the order of a weight stream.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dppo_megatron import device
 from dppo_megatron.architecture import Architecture
 from dppo_megatron.parallel import collectives
-from dppo_megatron.parallel.hf_names import Fusion, Parameter, model_parameters
+from dppo_megatron.parallel.hf_names import Fusion, Parameter, model_parameters, table_name
 from dppo_megatron.parallel.mesh import Mesh
 
 
@@ -91,7 +91,7 @@ def locate_parameters(
 
 
 def _global_name(name: str, first_layer: int) -> str:
-    prefix = "decoder.layers."
+    name, prefix = table_name(name), "decoder.layers."
     if not name.startswith(prefix):
         return name
     layer, rest = name.removeprefix(prefix).split(".", 1)

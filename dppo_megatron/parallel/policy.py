@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,26 +167,41 @@ class Policy:
     ) -> TrainStats:
         """One optimizer step on the rows of this data-parallel rank.
 
-        Minimises (sum of all ranks' row losses) / denominator. Equal statistics on every rank.
+        Minimises (sum of all ranks' row losses) / denominator. Equal statistics on every rank. Where the loss or a
+        gradient of any rank is not finite, no rank steps: parameters, optimizer and schedule stay as they were.
         """
 
         sums = self._backward(
             rows, loss=loss, denominator=denominator, temperature=temperature, force_all_reduce=False
         )
         learning_rate = self.optimizer.param_groups[0]["lr"]
+        objective, num_tokens, *metrics = self._total(sums, width=2 + len(loss.metric_names)).tolist()
+        is_finite = math.isfinite(objective) and self._has_finite_gradients()
+        skipped = collectives.any_rank(not is_finite, self.mesh.world)
+        grad_norm = math.nan if skipped else self._step()
+        return TrainStats(
+            loss=objective,
+            grad_norm=grad_norm,
+            learning_rate=float(learning_rate),
+            num_tokens=int(num_tokens),
+            metrics=tuple(zip(loss.metric_names, (value / max(num_tokens, 1) for value in metrics), strict=True)),
+            skipped=skipped,
+        )
+
+    def _step(self) -> float:
+        """Clip, let the optimizer step, advance the schedule; returns the gradient's norm before clipping."""
         with device.megatron_calls():
             outcome: Any = self.optimizer.step()
             updated, grad_norm, _ = outcome
             self.continue_schedule(self.num_updates + 1)
         assert updated, "a skipped step: loss scaling is not used"
-        objective, num_tokens, *metrics = self._total(sums, width=2 + len(loss.metric_names)).tolist()
-        return TrainStats(
-            loss=objective,
-            grad_norm=float(grad_norm or 0.0),
-            learning_rate=float(learning_rate),
-            num_tokens=int(num_tokens),
-            metrics=tuple(zip(loss.metric_names, (value / max(num_tokens, 1) for value in metrics), strict=True)),
-        )
+        return float(grad_norm or 0.0)
+
+    def _has_finite_gradients(self) -> bool:
+        # After the reduction: a value that is not finite on any data-parallel rank shows where its sum lies.
+        buffers: Any = self.model.buffers  # megatron-core's attribute hides torch's method of that name
+        norms = [torch.linalg.vector_norm(buffer.grad_data, ord=math.inf) for buffer in buffers]
+        return bool(torch.isfinite(torch.stack(norms)).all())
 
     def gradients(
         self, rows: Sequence[PackedRow], *, loss: TokenLoss, denominator: float, temperature: float

@@ -196,3 +196,27 @@ def test_options_of_the_loss_and_of_rewards_that_contradict_each_other_are_refus
     tmp_path: Path, overrides: tuple[str, ...], key: str
 ) -> None:
     assert any(line.startswith(f"{key} = ") for line in refused(load(tmp_path, *overrides)))
+
+
+FP8 = "policy.megatron_cfg.fp8_cfg"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "reason"),
+    [
+        ([f"{FP8}.fp8_param=true"], f"{FP8}.fp8_param", "enabled: true"),
+        ([f"{FP8}.enabled=true", "policy.precision=float32"], f"{FP8}.enabled", "bfloat16"),
+        (
+            [f"{FP8}.enabled=true", f"{FP8}.fp8_recipe=delayed", f"{FP8}.first_last_layers_bf16=true"],
+            f"{FP8}.first_last_layers_bf16",
+            "delayed",
+        ),
+        (["checkpointing.checkpoint_must_save_by=4h"], "checkpointing.checkpoint_must_save_by", "DD:HH:MM:SS"),
+    ],
+)
+def test_settings_of_fp8_and_time_that_cannot_be_are_refused(
+    tmp_path: Path, overrides: list[str], key: str, reason: str
+) -> None:
+    (line,) = refused(load(tmp_path, *overrides))
+    assert line.startswith(f"{key} = ")
+    assert reason in line

@@ -161,11 +161,23 @@ def take_steps(policy: Policy, mesh: Mesh, layout: Layout, step: ToyStep, deal: 
     for number in range(NUM_STEPS):
         results[f"logprobs.{number}"] = token_logprobs(policy, rows, plan, step, mesh)
         rows = policy.attach_logprobs(rows, old=False, reference=reference, temperature=TEMPERATURE)
+        # Between the steps, and skipped: everything that is compared is as if it had not been.
+        poisoned = poison(rows, mesh)
+        skipped = policy.update(poisoned, loss=loss, denominator=step.plan.denominator, temperature=TEMPERATURE)
+        assert skipped.skipped, f"rank {mesh.world.rank} did not skip the update"
         stats = policy.update(rows, loss=loss, denominator=step.plan.denominator, temperature=TEMPERATURE)
+        assert not stats.skipped
         results["tokens"] = torch.tensor(stats.num_tokens)
         results[f"loss.{number}"] = torch.tensor(stats.loss, dtype=torch.float64)
         results[f"grad_norm.{number}"] = torch.tensor(stats.grad_norm, dtype=torch.float64)
     return results
+
+
+def poison(rows: Sequence[PackedRow], mesh: Mesh) -> list[PackedRow]:
+    """The same rows, but one of the last data-parallel rank has infinite advantages."""
+    if mesh.dp.is_last:
+        return [replace(rows[0], advantages=rows[0].advantages * float("inf")), *rows[1:]]
+    return list(rows)
 
 
 def gathered_scores(step: ToyStep, mesh: Mesh) -> ScoredBatch:
