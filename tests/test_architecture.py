@@ -6,6 +6,7 @@ from dppo_megatron.architecture import Architecture, read_architecture
 
 HF_CONFIG = {
     "model_type": "qwen3",
+    "head_dim": 64,
     "num_hidden_layers": 24,
     "hidden_size": 896,
     "num_attention_heads": 14,
