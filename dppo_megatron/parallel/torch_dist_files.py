@@ -120,7 +120,8 @@ class TorchDistFiles:
         ]
         if unknown:
             raise ValueError(
-                f"policy.model_name: {self.directory} holds tensors of no known place: {', '.join(sorted(unknown)[:5])}"
+                f"policy.model_name: {self.directory} holds tensors of no known place: "
+                f"{', '.join(sorted(unknown)[:5])}"
             )
 
     def dtype(self, parameter: Parameter) -> torch.dtype:

@@ -81,7 +81,9 @@ def make_family(name: str, directory: Path, *, companions: Path, dtype: torch.dt
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    model.to(dtype).save_pretrained(directory)
+    torch.nn.Module.to(model, dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(directory)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(companions / file, directory / file)
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
