@@ -312,6 +312,7 @@ def verify(model: Model, target: Path, *, progress: Progress) -> None:
     total = _num_bytes(model)
     tables = (model_parameters(model.architecture, tp=side.source.tp) for side in (model, other))
     for mine, theirs in zip(*tables, strict=True):
+        _check_replicas(other, theirs)
         pairs = zip(
             read_hugging_face(model.source, mine, model.architecture),
             read_hugging_face(other.source, theirs, other.architecture),
@@ -322,6 +323,15 @@ def verify(model: Model, target: Path, *, progress: Progress) -> None:
                 raise ValueError(f"{target}: {name} differs from the source's")
             done += expected.numel() * expected.element_size()
             progress(done, total)
+
+
+def _check_replicas(model: Model, parameter: Parameter) -> None:
+    # What every tensor-parallel rank stores whole must be the same there; only the first is read below.
+    if parameter.tp_dim is None:
+        ranks = range(model.source.tp)
+        first, *others = (model.source.shard(parameter, tp=model.source.tp, rank=rank) for rank in ranks)
+        if not all(_same_bits(first, other) for other in others):
+            raise ValueError(f"{model.directory}: {parameter.name} differs from the source's on some rank")
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

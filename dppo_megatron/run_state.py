@@ -2,7 +2,8 @@
 
 A checkpoint is a directory ``step_N`` that appears whole, by one rename, when all of it is on the disk. It holds
 ``policy/`` (megatron-core's torch_dist format, for any layout), the model's configuration and tokenizer,
-``history.npz``, ``run_state.json`` with the fingerprint of the run, and ``checksums.json``, by which damage is found before anything is loaded.
+``history.npz``, ``run_state.json`` with the fingerprint of the run, and ``checksums.json``, by which damage is found
+before anything is loaded.
 """
 
 import json

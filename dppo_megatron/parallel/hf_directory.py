@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -144,7 +145,11 @@ def _open_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _open_pickle(path: Path) -> dict[str, Any]:
-    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"policy.model_name: {path} is damaged or holds more than tensors: {reason}") from error
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ValueError(f"policy.model_name: {path} does not hold a dictionary of tensors")
     return loaded
