@@ -56,7 +56,8 @@ def read_inputs(config: Config) -> Inputs:
     """Find the model, read the data. Raises ValueError for what the user has to mend."""
     source = find_model(config.policy.model_name)
     name = config.policy.tokenizer.name
-    tokenizer = AutoTokenizer.from_pretrained(source if name == config.policy.model_name else find_model(name))
+    directory = source if name == config.policy.model_name else find_model(name)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     # A completion may be as long as its prompt leaves room for, but not empty.
     max_prompt_tokens = config.policy.max_total_sequence_length - 1
     if config.data.max_input_seq_length is not None:

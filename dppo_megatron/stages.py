@@ -26,7 +26,7 @@ from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.exchange import exchange, gather_scores
 from dppo_megatron.parallel.regrouping import lengths_in, regroup
 from dppo_megatron.performance import StepPerformance
-from dppo_megatron.plan import padding_multiples
+from dppo_megatron.plan import padding_multiples, token_alignment
 from dppo_megatron.rl.advantages import group_advantages
 from dppo_megatron.rl.audit import AuditReport, sketch
 from dppo_megatron.rl.draws import Draws, hash_parts

@@ -125,14 +125,14 @@ def rotate(heads: Tensor, row: RowLayout) -> Tensor:
 def local_block_spec(config: TransformerConfig, *, num_layers: int) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, without Transformer Engine."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    _replace_norms_and_attention(layer)
+    _replace_norms_and_attention(layer, qk_norm=config.qk_layernorm)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RmsNorm)  # type: ignore[arg-type]
 
 
-def _replace_norms_and_attention(layer: ModuleSpec) -> None:
+def _replace_norms_and_attention(layer: ModuleSpec, *, qk_norm: bool) -> None:
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    if attention.q_layernorm is not None:
+    if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm

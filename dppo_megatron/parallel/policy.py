@@ -26,6 +26,7 @@ from dppo_megatron.parallel.optimizer import build_optimizer, data_parallel_conf
 from dppo_megatron.parallel.regrouping import Regrouping
 from dppo_megatron.parallel.rotary import rotary_frequencies
 from dppo_megatron.parallel.row_layout import row_layout
+from dppo_megatron.parallel.weight_source import open_source
 from dppo_megatron.plan import layers_of_stages
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Policy:
             self.model_config = transformer_config(architecture, megatron, precision=config.precision)
             chunk = build_model(architecture, self.model_config, mesh=mesh, num_layers=len(stages[mesh.pp.rank]))
             located = hf_weights.locate_parameters(chunk, architecture, mesh=mesh, stages=stages)
-            hf_weights.load_weights(located, hf_weights.HfDirectory(source), mesh=mesh)
+            hf_weights.load_weights(located, open_source(source, architecture), mesh=mesh)
             self.model = DistributedDataParallel(
                 config=self.model_config,
                 ddp_config=data_parallel_config(megatron),
