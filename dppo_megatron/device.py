@@ -108,6 +108,12 @@ def seed_random_states(seed: int) -> None:
         model_parallel_cuda_manual_seed(seed)
 
 
+def synchronize() -> None:
+    """Wait for the device, so that a stage's wall time is its own."""
+    if has_gpu():
+        torch.cuda.synchronize()
+
+
 def release_cached_memory() -> None:
     """Return cached device memory, for the other tenant of a colocated GPU."""
     if has_gpu():
