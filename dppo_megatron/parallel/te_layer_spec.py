@@ -38,4 +38,4 @@ def te_block_spec(config: TransformerConfig, *, num_layers: int) -> TransformerB
     """The layers of one pipeline stage, by Transformer Engine."""
     layer: Any = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer.submodules.self_attention.submodules.core_attention = RotatedTeAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def missing() -> str | None:
 def install() -> None:
     """Import Transformer Engine, its compiled module replaced where it is absent."""
     if importlib.util.find_spec(COMPILED) is not None:
-        import transformer_engine.pytorch
+        import transformer_engine.pytorch  # pyright: ignore[reportMissingImports]
 
         return
     os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")  # the package then loads no shared library
@@ -41,10 +41,10 @@ def install() -> None:
     sys.modules[COMPILED] = _compiled_module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        import transformer_engine.common as common
+        import transformer_engine.common as common  # pyright: ignore[reportMissingImports]
 
         common.load_framework_extension = lambda framework: None
-        import transformer_engine.pytorch  # noqa: F401
+        import transformer_engine.pytorch  # noqa: F401  # pyright: ignore[reportMissingImports]
     for name in fakes:
         del sys.modules[name]
 
