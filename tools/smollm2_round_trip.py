@@ -29,7 +29,8 @@ _SHOTS = "2 + 3 = 5\n4 + 1 = 5\n6 + 2 = 8\n"
 _CONFIG = """
 policy: {{model_name: {model}, precision: float32, train_global_batch_size: 16, max_total_sequence_length: 48,
   tokenizer: {{chat_template: null}},
-  generation: {{max_new_tokens: 3, stop_token_ids: [198]}}, megatron_cfg: {{scheduler: {{lr_warmup_iters: 0}}, optimizer: {{lr: 1.0e-5}}}}}}
+  generation: {{max_new_tokens: 3, stop_token_ids: [198]}},
+  megatron_cfg: {{scheduler: {{lr_warmup_iters: 0}}, optimizer: {{lr: 1.0e-5}}}}}}
 data: {{train: {{data_path: {data}, env_name: exact_match}}}}
 grpo: {{num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_steps: 3}}
 loss_fn: {{reference_policy_kl_penalty: 0}}
