@@ -33,10 +33,10 @@ from dppo_megatron.stages import (
     save_checkpoint,
     save_stopped,
     score,
-    step_record,
     update,
     validate,
 )
+from dppo_megatron.step_metrics import step_record
 from dppo_megatron.stop_request import Stopped, StopRequest
 from dppo_megatron.wandb_sink import WandbSink
 from dppo_megatron.watchdog import Watchdog
