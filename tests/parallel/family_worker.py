@@ -37,7 +37,9 @@ def packed_row() -> PackedRow:
     nothing = torch.zeros(len(ids))
     bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    return PackedRow(ids, ids, positions, nothing, nothing, nothing, bounds, max(LENGTHS))
+    return PackedRow(
+        ids, ids, positions, nothing, nothing, nothing, bounds, max_seqlen=max(LENGTHS), num_sequences=len(LENGTHS)
+    )
 
 
 def logits_of(policy: Policy, mesh: Mesh) -> torch.Tensor | None:
