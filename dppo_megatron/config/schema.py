@@ -182,8 +182,35 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True)
+class VllmConfig:
+    """``policy.generation.vllm_cfg``: the engine. ``precision`` fp8 is vLLM's quantization while it loads.
+
+    gpu_memory_utilization: a GPU's share that the engine may take. enforce_eager: off the GPU always so.
+    """
+
+    precision: Literal["float32", "bfloat16", "fp8"] = follows("policy.precision")
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.6
+    max_model_len: int = follows("policy.max_total_sequence_length")
+    enforce_eager: bool = False
+    kv_cache_dtype: str = "auto"
+    async_engine: bool = False
+
+
+@dataclass(frozen=True)
+class ColocatedConfig:
+    """``policy.generation.colocated``: the engine lives in the trainer's processes."""
+
+    enabled: bool = True
+
+
+@dataclass(frozen=True)
 class GenerationConfig:
-    """``policy.generation``: sampling. Truncated sampling (top_p, top_k) would bias training: refused."""
+    """``policy.generation``: sampling. Truncated sampling (top_p, top_k) would bias training: refused.
+
+    vllm_kwargs: passed on to vLLM's engine arguments as they are.
+    """
 
     backend: Literal["vllm", "megatron"] = "vllm"
     max_new_tokens: int = follows("policy.max_total_sequence_length")
@@ -191,6 +218,9 @@ class GenerationConfig:
     top_p: float = 1.0
     top_k: int | None = None
     stop_token_ids: tuple[int, ...] | None = None
+    vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
+    vllm_kwargs: dict[str, Any] | None = None
+    colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
 
 
 @dataclass(frozen=True)
@@ -320,10 +350,17 @@ class AuditConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """``dppo.rollout``: engine, record, replay; ``max_cache_tokens`` bounds the embedded engine's batches."""
+    """``dppo.rollout``: engine, record, replay.
+
+    max_cache_tokens: bounds the embedded engine's batches, and vLLM's key-value cache off the GPU.
+    time_limit_seconds: of a step's rollouts on vLLM; past it the engine counts as hung.
+    mismatch_warning: ``dppo/sampler_mismatch`` above which the log names the usual causes.
+    """
 
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     max_cache_tokens: int = 262_144
+    time_limit_seconds: float = 1800.0
+    mismatch_warning: float = 0.05
     record_dir: str | None = None
     replay_dir: str | None = None
 
