@@ -1,0 +1,113 @@
+"""One rank of a launch that trains on several layouts and samples with vLLM from what it trained.
+
+argv: the directories of models. Exits with an error where a greedy completion is not Hugging Face's.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from layout_worker import LAYOUTS, deal_rows, layout_of
+from toy_step import DENOMINATOR, TEMPERATURE, make_step, policy_config, share_of
+from transformers import AutoConfig, Qwen3ForCausalLM
+
+from dppo_megatron import device
+from dppo_megatron.architecture import Architecture, read_architecture
+from dppo_megatron.batches import PromptBatch, Sampling
+from dppo_megatron.config.schema import GenerationConfig, LossConfig, VllmConfig
+from dppo_megatron.parallel import collectives
+from dppo_megatron.parallel.exchange import exchange
+from dppo_megatron.parallel.hf_names import streamed_names
+from dppo_megatron.parallel.mesh import lay_out, split_axis
+from dppo_megatron.parallel.policy import Policy
+from dppo_megatron.rl.draws import Draws
+from dppo_megatron.rl.loss import PolicyLoss
+from dppo_megatron.rl.vllm_engine import VllmEngine
+from dppo_megatron.rl.vllm_generator import VllmGenerator
+
+NUM_UPDATES, MAX_LENGTH = 5, 64
+GREEDY = Sampling(num_generations=1, temperature=0.0, max_new_tokens=8, stop_token_ids=(60,))
+
+
+def start_engine(model: Path, architecture: Architecture, *, tp: int) -> VllmGenerator:
+    """An engine of ``tp`` ranks a part, over the whole world."""
+    mesh = lay_out(layout_of(LAYOUTS["one"], torch.distributed.get_world_size()), seed=0)
+    ranks = split_axis(mesh.world, tp, name="engine")
+    vllm_cfg = VllmConfig(precision="float32", max_model_len=MAX_LENGTH, tensor_parallel_size=tp)
+    return VllmGenerator(
+        VllmEngine(
+            model,
+            architecture=architecture,
+            generation=GenerationConfig(max_new_tokens=8, vllm_cfg=vllm_cfg),
+            max_cache_tokens=8192,
+        ),
+        weight_names=streamed_names(architecture),
+        max_model_len=MAX_LENGTH,
+        time_limit_seconds=300.0,
+        pool=partial(collectives.gather_objects, axis=ranks),
+        engine_rank=ranks.rank,
+    )
+
+
+def train_and_sample(name: str, model: Path, architecture: Architecture, generator: VllmGenerator) -> None:
+    """Five updates on one trainer layout; after each, greedy completions against Hugging Face's."""
+    layout = layout_of(LAYOUTS[name], torch.distributed.get_world_size())
+    mesh = lay_out(layout, seed=1)
+    policy = Policy(policy_config(model, LAYOUTS[name]), architecture, source=model, mesh=mesh)
+    step, loss = make_step(), PolicyLoss(LossConfig(reference_policy_kl_penalty=0.0))
+    rows = exchange(
+        share_of(step, rank=mesh.world.rank, size=mesh.world.size),
+        step.plan,
+        deal_rows(len(step.plan), layout),
+        scores=step.scores,
+        token_level_loss=False,
+        mesh=mesh,
+    )
+    # Seven prompts: ranks of an engine get unequal shares.
+    prompts = step.scores.prompts.take(np.array([0, 1, 2, 3, 4, 5, 2]))
+    share = prompts.share(rank=mesh.world.rank, size=mesh.world.size)
+    seen = []
+    for version in range(NUM_UPDATES):
+        policy.update(rows, loss=loss, denominator=DENOMINATOR, temperature=TEMPERATURE)
+        generator.load_weights(policy.hf_weights(), version=version)
+        rollouts = generator.generate(share, Draws(0, version), GREEDY)
+        assert rollouts.version == version
+        sampled = [rollouts.completions[row].tolist() for row in range(len(share))]
+        expected = greedy(policy, model, share)
+        assert sampled == expected, f"{name}, update {version}: {sampled} is not {expected}"
+        seen.append(sampled)
+    assert seen[0] != seen[-1], "five updates change what is likeliest, else nothing is shown"
+
+
+@torch.no_grad()
+def greedy(policy: Policy, source: Path, prompts: PromptBatch) -> list[list[int]]:
+    """Greedy completions of the trained weights by Hugging Face, by whole forward passes."""
+    model = Qwen3ForCausalLM(AutoConfig.from_pretrained(source)).float().eval()
+    model.load_state_dict({name: tensor.clone() for name, tensor in policy.hf_weights()})
+    completions = []
+    for row in range(len(prompts)):
+        ids, start = prompts.tokens[row].tolist(), len(prompts.tokens[row])
+        while len(ids) - start < GREEDY.max_new_tokens and (len(ids) == start or ids[-1] != 60):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        completions.append(ids[start:])
+    return completions
+
+
+def main() -> None:
+    """Every model, engine size and trainer layout in turn."""
+    device.set_num_threads()
+    device.start_process_group()
+    for model in map(Path, sys.argv[1:]):
+        architecture = read_architecture(AutoConfig.from_pretrained(model).to_dict())
+        for tp in (1, 2):
+            generator = start_engine(model, architecture, tp=tp)
+            for name in ("tp2", "pp2", "dp2"):
+                train_and_sample(name, model, architecture, generator)
+            generator.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
