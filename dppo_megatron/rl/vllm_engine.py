@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dppo_megatron import device
 from dppo_megatron.architecture import Architecture
-from dppo_megatron.config.schema import GenerationConfig
+from dppo_megatron.config.generation_schema import GenerationConfig
 from dppo_megatron.rl.vllm_process import apply_settings, contained
 
 _BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}

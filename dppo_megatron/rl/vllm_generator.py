@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from dppo_megatron import device
-from dppo_megatron.batches import FinishReason, PromptBatch, Ragged, RolloutBatch, Sampling
+from dppo_megatron.batches import FinishReason, IntArray, PromptBatch, Ragged, RolloutBatch, Sampling
 from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.vllm_engine import Completion, Request
 
@@ -112,15 +112,8 @@ class VllmGenerator:
 
     def _requests(self, prompts: PromptBatch, draws: Draws, sampling: Sampling) -> Iterator[Request]:
         """Every completion of the prompts, in the order of the batch."""
-        size, room = sampling.num_generations, self._max_model_len - sampling.max_new_tokens
-        too_long = np.flatnonzero(prompts.tokens.lengths > room)
-        if len(too_long):
-            row = int(too_long[0])
-            raise ValueError(
-                f"policy.generation.vllm_cfg.max_model_len = {self._max_model_len}: prompt {prompts.prompt_ids[row]} "
-                f"has {prompts.tokens.lengths[row]} tokens; allowed: {room}, to leave room for "
-                f"{sampling.max_new_tokens} new ones"
-            )
+        size, limits = sampling.num_generations, sampling.new_token_limits(prompts.tokens.lengths)
+        self._require_room(prompts, limits)
         ids, occurrences = prompts.prompt_ids, prompts.occurrences
         words = draws.words(sampling.purpose, ids[:, None], occurrences[:, None], np.arange(size))
         seeds = (words >> np.uint64(64 - _SEED_BITS)).tolist()
@@ -132,9 +125,19 @@ class VllmGenerator:
                     prompt=tokens,
                     seed=seeds[row][index],
                     temperature=sampling.temperature,
-                    max_new_tokens=sampling.max_new_tokens,
+                    max_new_tokens=int(limits[row]),
                     stop_token_ids=sampling.stop_token_ids,
                 )
+
+    def _require_room(self, prompts: PromptBatch, limits: IntArray) -> None:
+        too_long = np.flatnonzero(prompts.tokens.lengths + limits > self._max_model_len)
+        if len(too_long):
+            row = int(too_long[0])
+            raise ValueError(
+                f"policy.generation.vllm_cfg.max_model_len = {self._max_model_len}: prompt {prompts.prompt_ids[row]} "
+                f"has {prompts.tokens.lengths[row]} tokens; allowed: {self._max_model_len - limits[row]}, to leave "
+                f"room for {limits[row]} new ones"
+            )
 
     def _run(self, requests: Sequence[Request]) -> dict[str, Completion]:
         """Finish all requests within the limit; completions by request name."""

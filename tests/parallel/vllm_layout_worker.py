@@ -16,7 +16,8 @@ from transformers import AutoConfig, Qwen3ForCausalLM
 from dppo_megatron import device
 from dppo_megatron.architecture import Architecture, read_architecture
 from dppo_megatron.batches import PromptBatch, Sampling
-from dppo_megatron.config.schema import GenerationConfig, LossConfig, VllmConfig
+from dppo_megatron.config.generation_schema import GenerationConfig, VllmConfig
+from dppo_megatron.config.schema import LossConfig
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.exchange import exchange
 from dppo_megatron.parallel.hf_names import streamed_names

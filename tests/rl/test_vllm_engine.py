@@ -1,5 +1,6 @@
 """vLLM itself, on a CPU, against the Hugging Face model; skipped where vLLM is not installed (make test-vllm)."""
 
+import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dppo_megatron import device
 from dppo_megatron.architecture import read_architecture
 from dppo_megatron.batches import FinishReason, PromptBatch, Ragged, RolloutBatch, Sampling
-from dppo_megatron.config.schema import GenerationConfig, VllmConfig
+from dppo_megatron.config.generation_schema import GenerationConfig, VllmConfig
 from dppo_megatron.parallel.hf_names import streamed_names
 from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.vllm_engine import VllmEngine
@@ -173,7 +174,7 @@ def test_greedy_completions_are_those_of_hugging_face_after_each_update(started:
         assert rows(rollouts) == greedy(model, prompts())
         assert rollouts.version == version
         seen.append(rows(rollouts))
-    assert all(one != other for one, other in zip(seen, seen[1:], strict=False))
+    assert all(one != other for one, other in itertools.pairwise(seen))
 
 
 def test_a_tied_stream_without_lm_head_would_leave_a_cpu_with_the_old_output_layer(started: Started) -> None:

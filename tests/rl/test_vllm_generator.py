@@ -40,7 +40,9 @@ def weights(*names: str) -> Iterator[tuple[str, Tensor]]:
 def answer(request: Request) -> Completion:
     """A completion that depends on the seed alone, of which every other one stops."""
     tokens = [2 + request.seed % 50, STOP] if request.seed % 2 else [2 + request.seed % 50, 3, 4]
-    return Completion(request.name, tokens, [-float(token) for token in tokens], "stop" if STOP in tokens else "length")
+    return Completion(
+        request.name, tokens, [-float(token) for token in tokens], "stop" if STOP in tokens else "length"
+    )
 
 
 class FakeEngine:
@@ -179,7 +181,9 @@ def test_an_engine_that_dies_names_its_error_and_the_unfinished_requests() -> No
 
     engine = FakeEngine(turn)
     broken = generator(engine)
-    with pytest.raises(RuntimeError, match=r"MemoryError: the device is full.*: 10\.0\.0, 10\.0\.1, 11\.0\.0$") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"MemoryError: the device is full.*: 10\.0\.0, 10\.0\.1, 11\.0\.0$"
+    ) as caught:
         broken.generate(prompts(), Draws(0, 0), SAMPLING)
     assert isinstance(caught.value.__cause__, MemoryError)
     with pytest.raises(RuntimeError, match="has failed before"):
@@ -219,7 +223,9 @@ def test_fewer_completions_than_asked_are_an_error_that_names_the_missing() -> N
 )
 def test_a_broken_completion_is_an_error(spoilt: Completion) -> None:
     engine = FakeEngine(lambda request: spoilt if request.name == spoilt.name else answer(request))
-    with pytest.raises(RuntimeError, match=f"request 10.0.0 ended with '{spoilt.finish_reason}', {len(spoilt.tokens)} "):
+    with pytest.raises(
+        RuntimeError, match=f"request 10.0.0 ended with '{spoilt.finish_reason}', {len(spoilt.tokens)} "
+    ):
         generator(engine).generate(prompts(), Draws(0, 0), SAMPLING)
 
 
@@ -234,3 +240,10 @@ def test_a_prompt_that_leaves_no_room_is_refused_by_its_id() -> None:
     assert len(ready.generate(prompts((5,)), Draws(0, 0), SAMPLING).completions) == 2
     with pytest.raises(ValueError, match="max_model_len = 8: prompt 11 has 6 tokens; allowed: 5"):
         ready.generate(prompts((5, 6)), Draws(0, 0), SAMPLING)
+
+
+def test_a_prompt_s_own_limit_bounds_its_completions() -> None:
+    engine = FakeEngine()
+    sampling = Sampling(2, 0.7, 3, (STOP,), max_total_tokens=6)
+    generator(engine).generate(prompts((2, 4, 5)), Draws(0, 0), sampling)
+    assert [request.max_new_tokens for request in engine.asked] == [3, 3, 2, 2, 1, 1]
