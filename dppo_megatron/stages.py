@@ -16,6 +16,7 @@ from dppo_megatron.batches import (
     PromptBatch,
     PrunedBatch,
     RolloutBatch,
+    Sampling,
     ScoredBatch,
     TrainStats,
 )
@@ -45,6 +46,42 @@ class MiniBatch:
     plan: PrunedBatch
     rows: list[PackedRow]
     packing: PackingReport
+
+
+class EngineError(RuntimeError):
+    """An engine failed on one rank or several; raised on all of them, with what each says."""
+
+
+def generate(run: Run, share: PromptBatch, draws: Draws, sampling: Sampling) -> RolloutBatch:
+    """Completions of this rank's share. Raises EngineError on every rank where the engine of one failed."""
+    rollouts, failure = None, ""
+    try:
+        rollouts = run.generator.generate(share, draws, sampling)
+    except RuntimeError as error:
+        failure = str(error)
+    world = run.mesh.world
+    if collectives.sum_array(np.array([float(rollouts is None)]), world)[0]:
+        failures = collectives.gather_objects(failure, world)
+        raise EngineError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text))
+    assert rollouts is not None
+    return rollouts
+
+
+def sample(run: Run, share: PromptBatch, draws: Draws, *, cursor: dict[str, int]) -> RolloutBatch:
+    """A step's completions; where an engine fails, a checkpoint of the steps done, then EngineError.
+
+    cursor: the state of the prompts before the step took its candidates.
+    """
+    try:
+        return generate(run, share, draws, run.sampling)
+    except EngineError:
+        # Nothing but the cursor has moved yet: a restart takes the step again, the same.
+        run.prompts.restore(cursor)
+        step = draws.step
+        saved = run.state is None or step == run.first_step or (run.state.directory / f"step_{step}").exists()
+        if not saved:
+            publish_checkpoint(run, save_checkpoint(run, step - 1, None))
+        raise
 
 
 def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch) -> ScoredBatch:
@@ -77,7 +114,7 @@ def complete_groups(
         occurrences = count_earlier(np.concatenate([earlier, candidates.prompt_ids]))[len(earlier) :]
         candidates = replace(candidates, occurrences=occurrences)
         kept = prune_prompts(candidates, history=run.history, pruning=run.pruning, draws=draws)
-        more = run.generator.generate(kept.share(rank=axis.rank, size=axis.size), draws, run.sampling)
+        more = generate(run, kept.share(rank=axis.rank, size=axis.size), draws, run.sampling)
         more_scores = score(run, more, kept)
         run.history.record(more_scores)
         return more, more_scores

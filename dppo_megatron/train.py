@@ -21,6 +21,7 @@ from dppo_megatron.stages import (
     pack_rows,
     publish_checkpoint,
     record_samples,
+    sample,
     save_checkpoint,
     score,
     step_record,
@@ -37,13 +38,13 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
         log.baseline(validate(run, run.first_step))
     clock = StageClock()
     for step in range(run.first_step, run.num_steps):
-        draws = Draws(run.config.grpo.seed, step)
+        draws, cursor = Draws(run.config.grpo.seed, step), run.prompts.state()
         candidates = run.candidates.next_batch(draws)
         with clock.stage("pruning"):
             kept = prune_prompts(candidates, history=run.history, pruning=run.pruning, draws=draws)
         with clock.stage("rollout"):
             share = kept.share(rank=mesh.generation.rank, size=mesh.generation.size)
-            rollouts = generator.generate(share, draws, run.sampling)
+            rollouts = sample(run, share, draws, cursor=cursor)
         with clock.stage("reward"):
             scores = score(run, rollouts, kept)
             run.history.record(scores)

@@ -314,7 +314,7 @@ class RolloutConfig:
 
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     max_cache_tokens: int = 262_144
-    time_limit_seconds: float = 1800.0
+    time_limit_seconds: float = 1200.0
     mismatch_warning: float = 0.05
     record_dir: str | None = None
     replay_dir: str | None = None

@@ -154,6 +154,8 @@ class VllmGenerator:
                     _check(completion)
                     completions[completion.name] = completion
 
+        # So it stays where this thread is interrupted and the engine works on.
+        self._failure = "was interrupted"
         # The callback carries what the engine raised, whatever it is, out of its thread.
         done = self._thread.apply_async(work, error_callback=errors.append)
         done.wait(limit)
@@ -164,6 +166,7 @@ class VllmGenerator:
             self._fail(f"was not done after {limit:g} s (dppo.rollout.time_limit_seconds)", missing)
         if missing:
             self._fail(f"returned {len(requests) - len(missing)} of {len(requests)} completions", missing)
+        self._failure = None
         return completions
 
     def _fail(self, what: str, unfinished: Sequence[str], *, cause: BaseException | None = None) -> NoReturn:

@@ -90,8 +90,8 @@ def gather_state_dict(policy: Policy) -> None:
     """What one would write without a stream: every parameter gathered on its own, all of them kept."""
     state = {}
     for name, shard in policy.parameters.local.items():
-        whole = shard.new_empty(policy.mesh.tp.size, *shard.shape)
-        dist.all_gather_into_tensor(whole, shard.contiguous(), group=policy.mesh.tp.group)
+        whole = shard.new_empty(policy.mesh.tp.size * shard.numel())
+        dist.all_gather_into_tensor(whole, shard.flatten(), group=policy.mesh.tp.group)
         state[name] = whole.clone()
 
 
