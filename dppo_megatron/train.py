@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dppo_megatron.config.loader import LoadedConfig
+from dppo_megatron.mismatch import MismatchWatch
 from dppo_megatron.parallel.hf_export import save_hf
 from dppo_megatron.parallel.mesh import open_mesh
 from dppo_megatron.plan import Layout
@@ -36,7 +37,7 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
     generator.load_weights(policy.hf_weights(), version=run.first_step)
     if run.validates_before(run.first_step):
         log.baseline(validate(run, run.first_step))
-    clock = StageClock()
+    clock, mismatch = StageClock(), MismatchWatch(run.config.dppo.rollout.mismatch_warning)
     for step in range(run.first_step, run.num_steps):
         draws, cursor = Draws(run.config.grpo.seed, step), run.prompts.state()
         candidates = run.candidates.next_batch(draws)
@@ -67,11 +68,11 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
             accuracy = validate(run, step + 1) if run.validates_after(step) else None
         with clock.stage("checkpoint"):
             checkpoint = save_checkpoint(run, step, accuracy) if run.saves_after(step) else None
-        log.step(
-            step_record(
-                run, step, scores, batches, stats, audited=audited, accuracy=accuracy, seconds=clock.step_seconds()
-            )
-        )
+        seconds = clock.step_seconds()
+        record = step_record(run, step, scores, batches, stats, audited=audited, accuracy=accuracy, seconds=seconds)
+        log.step(record)
+        if note := mismatch.note(record):
+            log.note(note)
         if checkpoint is not None:
             publish_checkpoint(run, checkpoint)
 
