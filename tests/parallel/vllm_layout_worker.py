@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from layout_worker import LAYOUTS, deal_rows, layout_of
-from toy_step import DENOMINATOR, TEMPERATURE, make_step, policy_config, share_of
+from toy_step import DENOMINATOR, TEMPERATURE, make_step, megatron_config, policy_config, share_of
 from transformers import AutoConfig, Qwen3ForCausalLM
 
 from dppo_megatron import device
 from dppo_megatron.architecture import Architecture, read_architecture
-from dppo_megatron.batches import PromptBatch, Sampling
+from dppo_megatron.batches import PromptBatch, RowPlan, Sampling
 from dppo_megatron.config.generation_schema import GenerationConfig, VllmConfig
 from dppo_megatron.config.schema import LossConfig
 from dppo_megatron.parallel import collectives
@@ -23,18 +22,34 @@ from dppo_megatron.parallel.exchange import exchange
 from dppo_megatron.parallel.hf_names import streamed_names
 from dppo_megatron.parallel.mesh import lay_out, split_axis
 from dppo_megatron.parallel.policy import Policy
+from dppo_megatron.plan import Layout
 from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.loss import PolicyLoss
 from dppo_megatron.rl.vllm_engine import VllmEngine
 from dppo_megatron.rl.vllm_generator import VllmGenerator
 
 NUM_UPDATES, MAX_LENGTH = 5, 64
+LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1)}  # TP and PP of two processes
 GREEDY = Sampling(num_generations=1, temperature=0.0, max_new_tokens=8, stop_token_ids=(60,))
+
+
+def layout_of(name: str) -> Layout:
+    """The trainer's layout on all processes."""
+    tp, pp = LAYOUTS[name]
+    dp = torch.distributed.get_world_size() // (tp * pp)
+    return Layout(tp=tp, pp=pp, cp=1, dp=dp, sequence_parallel=False)
+
+
+def deal_rows(num_sequences: int, layout: Layout) -> RowPlan:
+    """Two rows a data-parallel rank, sequences dealt in turn."""
+    bins = [np.arange(start, num_sequences, 2 * layout.dp) for start in range(2 * layout.dp)]
+    rows = tuple(tuple(bins[2 * rank : 2 * rank + 2]) for rank in range(layout.dp))
+    return RowPlan(rows=rows, sequence_multiple=1, row_multiple=1)
 
 
 def start_engine(model: Path, architecture: Architecture, *, tp: int) -> VllmGenerator:
     """An engine of ``tp`` ranks a part, over the whole world."""
-    mesh = lay_out(layout_of(LAYOUTS["one"], torch.distributed.get_world_size()), seed=0)
+    mesh = lay_out(layout_of("dp2"), seed=0)
     ranks = split_axis(mesh.world, tp, name="engine")
     vllm_cfg = VllmConfig(precision="float32", max_model_len=MAX_LENGTH, tensor_parallel_size=tp)
     return VllmGenerator(
@@ -54,9 +69,10 @@ def start_engine(model: Path, architecture: Architecture, *, tp: int) -> VllmGen
 
 def train_and_sample(name: str, model: Path, architecture: Architecture, generator: VllmGenerator) -> None:
     """Five updates on one trainer layout; after each, greedy completions against Hugging Face's."""
-    layout = layout_of(LAYOUTS[name], torch.distributed.get_world_size())
+    layout = layout_of(name)
     mesh = lay_out(layout, seed=1)
-    policy = Policy(policy_config(model, LAYOUTS[name]), architecture, source=model, mesh=mesh)
+    megatron = megatron_config(tp=layout.tp, pp=layout.pp)
+    policy = Policy(policy_config(model, megatron), architecture, source=model, mesh=mesh)
     step, loss = make_step(), PolicyLoss(LossConfig(reference_policy_kl_penalty=0.0))
     rows = exchange(
         share_of(step, rank=mesh.world.rank, size=mesh.world.size),
@@ -66,8 +82,8 @@ def train_and_sample(name: str, model: Path, architecture: Architecture, generat
         token_level_loss=False,
         mesh=mesh,
     )
-    # Seven prompts: ranks of an engine get unequal shares.
-    prompts = step.scores.prompts.take(np.array([0, 1, 2, 3, 4, 5, 2]))
+    # Five prompts: the ranks of an engine get unequal shares.
+    prompts = step.scores.prompts.take(np.arange(5))
     share = prompts.share(rank=mesh.world.rank, size=mesh.world.size)
     seen = []
     for version in range(NUM_UPDATES):
@@ -104,7 +120,7 @@ def main() -> None:
         architecture = read_architecture(AutoConfig.from_pretrained(model).to_dict())
         for tp in (1, 2):
             generator = start_engine(model, architecture, tp=tp)
-            for name in ("tp2", "pp2", "dp2"):
+            for name in LAYOUTS:
                 train_and_sample(name, model, architecture, generator)
             generator.close()
     torch.distributed.destroy_process_group()
