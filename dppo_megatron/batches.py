@@ -268,11 +268,13 @@ class RowPlan:
     rows: [DP][k], each an int64 array of indices into a PrunedBatch (empty for a row of padding alone);
     every data-parallel rank has the same number k of rows.
     sequence_multiple, row_multiple: what each sequence and each row is padded to, tokens.
+    num_packed: rows that held all sequences before they were shared out.
     """
 
     rows: tuple[tuple[IntArray, ...], ...]
     sequence_multiple: int
     row_multiple: int
+    num_packed: int
 
     def __post_init__(self) -> None:
         assert len({len(rows) for rows in self.rows}) == 1, "ranks with different numbers of rows"
@@ -348,6 +350,7 @@ class TrainStats:
     loss: the objective that was minimised, after the division by the denominator. grad_norm: before clipping.
     learning_rate: of this step. num_tokens: sampled tokens trained on. metrics: the loss's own, means over those.
     idle: nothing that was kept has a gradient, so no step was taken.
+    skipped: loss or gradients were not finite, and nothing was changed.
     """
 
     loss: float
@@ -356,3 +359,4 @@ class TrainStats:
     num_tokens: int
     metrics: tuple[tuple[str, float], ...]
     idle: bool = False
+    skipped: bool = False

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from dppo_megatron import __version__
 
-COMMANDS = ("train", "plan", "config")
+COMMANDS = ("train", "plan", "config", "eval", "report", "compare", "show", "doctor")
 """Modules of ``dppo_megatron.commands``, in the order of --help; a new command is a module and a name here."""
 
 

@@ -9,13 +9,16 @@ megatron-core has moved.
 
 import collections
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
 sites: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -32,6 +35,41 @@ def has_gpu() -> bool:
 def current() -> torch.device:
     """The device that this process trains on."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+
+
+_PEAK_FLOPS = (
+    # By a part of the device's name: dense bfloat16 operations a second, from the vendors' data sheets.
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+)
+
+
+def peak_flops(precision: str) -> float | None:
+    """This device's dense operations a second in bfloat16; None for another precision, a CPU, an unknown device."""
+    if not has_gpu() or precision != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in _PEAK_FLOPS if part in name), None)
+
+
+def has_transformer_engine() -> bool:
+    """Whether this process can run Transformer Engine's layers: a GPU, and its compiled module."""
+    return has_gpu() and importlib.util.find_spec("transformer_engine_torch") is not None
+
+
+def names() -> list[str]:
+    """Names of the GPUs that torch sees."""
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if has_gpu() else []
+
+
+def backends() -> tuple[str, ...]:
+    """Communication backends that a run on this device uses."""
+    return ("gloo", "nccl") if has_gpu() else ("gloo",)
 
 
 def use(chosen: torch.device) -> None:
@@ -98,6 +136,11 @@ def release_cached_memory() -> None:
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """Pinned host memory where a GPU will copy from it."""
     return tensor.pin_memory() if has_gpu() else tensor
+
+
+def upload(array: NDArray[np.generic]) -> torch.Tensor:
+    """An array of the host on the training device, without a wait."""
+    return pin(torch.from_numpy(array)).to(current(), non_blocking=True)
 
 
 def load_before_state_init(optimizer: Any) -> None:

@@ -1,11 +1,17 @@
 """Start a run's processes on this machine, or join those that torchrun or srun has started."""
 
-import logging
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from dppo_megatron.plan import Layout
+from dppo_megatron.stop_request import EXIT_RESUME, SIGNALS
+from dppo_megatron.watchdog import PARENT
+
+_POLL_SECONDS = 0.05
 
 
 def is_joined(environment: Mapping[str, str]) -> bool:
@@ -32,31 +38,61 @@ def adopt_slurm_variables() -> None:
 def start_processes(arguments: Sequence[str], *, layout: Layout, num_nodes: int) -> int:
     """Run ``python -m dppo_megatron ARGUMENTS`` on every rank of a layout on this machine; returns the exit code.
 
-    Raises ValueError for more than one machine: a launcher must start those.
+    SIGTERM and SIGUSR1 are passed on and all ranks given the time they need to save; when a rank fails the others
+    are killed. Raises ValueError for more than one machine: a launcher must start those.
     """
     if num_nodes > 1:
         raise ValueError(
             f"cluster.num_nodes: {num_nodes}; start the processes of several machines with torchrun or srun "
             f"({layout.world_size} in all), each of them running this command"
         )
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed import TCPStore
 
-    # The rank that failed has said why; the launcher's own report would bury it.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=layout.world_size,
-        run_id=f"dppo-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
+    # The ranks meet at a store in this process: no port is chosen before it is bound.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(layout.world_size),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        PARENT: str(os.getpid()),
+    }
+    return _supervise(
+        [
+            subprocess.Popen(
+                [sys.executable, "-m", "dppo_megatron", *arguments],
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(layout.world_size)
+        ]
     )
+
+
+def _supervise(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
+    """Wait for all ranks, or until one fails: then kill the rest. Returns the first failure's exit code, or 0."""
+
+    def forward(number: int, _: object) -> None:
+        for rank in ranks:
+            rank.send_signal(number)  # nothing where the rank has ended
+
+    previous = [(one, signal.signal(one, forward)) for one in SIGNALS]
     try:
-        elastic_launch(launch, sys.executable)("-m", "dppo_megatron", *arguments)
-    except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        return next((code for code in codes if code > 0), 1)
-    return 0
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_RESUME)]
+            if failed or None not in codes:
+                break
+            time.sleep(_POLL_SECONDS)
+        if not failed:
+            return max(code or 0 for code in codes)
+        code = codes[failed[0]] or 0
+        if code < 0:
+            sys.stderr.write(f"dppo: error: rank {failed[0]} was killed by {signal.Signals(-code).name}\n")
+        return code if code > 0 else 128 - code
+    finally:
+        for rank in ranks:
+            rank.kill()  # SIGKILL ends a stopped process too
+            rank.wait()
+        for one, handler in previous:
+            signal.signal(one, handler)

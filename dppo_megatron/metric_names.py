@@ -9,6 +9,7 @@ LOSS: Final = "train/loss"  # the objective, after the division by its denominat
 GRAD_NORM: Final = "train/grad_norm"  # before clipping
 LEARNING_RATE: Final = "train/lr"  # of the step's last update
 IDLE_UPDATES: Final = "dppo/idle_updates"  # not taken, because nothing that was kept has a gradient
+SKIPPED_UPDATES: Final = "dppo/skipped_updates"  # those whose loss or gradients were not finite
 TRAIN_TOKENS: Final = "train/global_valid_toks"  # completion tokens trained on
 
 # The loss: means over the trained tokens.
@@ -75,9 +76,23 @@ AUDIT_MEAN_ERROR: Final = "dppo/audit/mean_relative_error"  # of the running mea
 AUDIT_STANDARD_ERROR: Final = "dppo/audit/mean_standard_error"  # what that error is about without bias
 
 # Packing.
-ROWS: Final = "dppo/rows"  # THD rows of each data-parallel rank
+ROWS: Final = "dppo/rows"  # THD rows of each data-parallel rank, of padding alone included
+PACKED_DENSITY: Final = "dppo/packed_density"  # tokens / capacity of the rows, before they are shared out
+SHARED_DENSITY: Final = "dppo/shared_density"  # the same after: ranks have equally many rows
 TOKEN_DENSITY: Final = "dppo/token_density"  # tokens / tokens with padding
+SEQUENCE_PADDING: Final = "dppo/sequence_padding"  # tokens of padding, because the layout cuts sequences
+ROW_PADDING: Final = "dppo/row_padding"  # tokens of padding, because it cuts rows; rows of padding alone included
 TOKEN_IMBALANCE: Final = "dppo/token_imbalance"  # most over mean of the data-parallel ranks' tokens
+ATTENTION_IMBALANCE: Final = "dppo/attention_imbalance"  # the same of their sums of squared lengths
+
+# Speed, over all processes.
+ROLLOUT_TOKENS_PER_SECOND: Final = "performance/rollout_tokens_per_second"  # completion tokens / sampling seconds
+TRAIN_TOKENS_PER_SECOND: Final = (
+    "performance/train_tokens_per_second"  # prompt and completion tokens / update seconds
+)
+TOKENS_PER_SECOND: Final = "performance/tokens_per_second"  # completion tokens sampled / seconds of the step
+TRAIN_FLOPS_PER_SECOND: Final = "performance/train_flops_per_second"  # of the model's matrix products, in the update
+TRAIN_UTILISATION: Final = "performance/train_utilisation"  # the same / the devices' peak, where that is known
 
 # Validation.
 ACCURACY: Final = "validation/accuracy"  # mean validation reward after the step

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dppo_megatron.architecture import Architecture
+from dppo_megatron.config.fp8 import Fp8Config
 from dppo_megatron.config.schema import ClusterConfig, GrpoConfig, MegatronConfig
 
 _MEGATRON = "policy.megatron_cfg"
@@ -68,7 +69,13 @@ def check_layout(shape: Architecture, *, layout: Layout, megatron: MegatronConfi
 
     Raises: ValueError naming every size that does not divide.
     """
-    raise_problems([*_tensor_problems(shape, tp=layout.tp), *_stage_problems(shape, pp=layout.pp, megatron=megatron)])
+    raise_problems(
+        [
+            *_tensor_problems(shape, tp=layout.tp),
+            *_stage_problems(shape, pp=layout.pp, megatron=megatron),
+            *_fp8_problems(shape, tp=layout.tp, fp8=megatron.fp8_cfg),
+        ]
+    )
 
 
 def _tensor_problems(shape: Architecture, *, tp: int) -> Iterator[str]:
@@ -133,6 +140,43 @@ def padding_multiples(layout: Layout, *, alignment: int = 1, sequence_divisor: i
     sequence = math.lcm(sequence_divisor, 2 * layout.cp if layout.cp > 1 else 1)
     shards = layout.cp * (layout.tp if layout.sequence_parallel else 1)
     return PaddingMultiples(sequence=sequence, row=math.lcm(sequence, alignment * shards))
+
+
+_SIZE_ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+_TOKEN_ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+"""What a weight's dimensions on one rank, and a rank's tokens, must divide by for each FP8 recipe. Source:
+Transformer Engine's ``assert_dim_for_fp8_exec`` and the quantizers' ``is_quantizable``; nothing there checks when a
+model is built, and what does not divide fails in the first step, or is silently not quantised."""
+
+
+def token_alignment(fp8: Fp8Config) -> int:
+    """What the tokens that one rank holds must divide by."""
+    return _TOKEN_ALIGNMENT[fp8.fp8_recipe] if fp8.enabled else 1
+
+
+def _fp8_problems(shape: Architecture, *, tp: int, fp8: Fp8Config) -> Iterator[str]:
+    if not fp8.enabled:
+        return
+    multiple = _SIZE_ALIGNMENT[fp8.fp8_recipe]
+    heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size / tensor parallel size": shape.ffn_hidden_size // tp,
+        "num_attention_heads * head_dim / tensor parallel size": shape.num_attention_heads * shape.head_dim // tp,
+        "query, key and value rows / tensor parallel size": heads * shape.head_dim // tp,
+    }
+    for name, size in sizes.items():
+        if size % multiple:
+            yield (
+                f"{_MEGATRON}.fp8_cfg.fp8_recipe = {fp8.fp8_recipe!r}: needs multiples of {multiple}, and "
+                f"{name} is {size}; use another recipe, a smaller {_MEGATRON}.tensor_model_parallel_size, or no FP8"
+            )
+    start, end = fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16
+    if fp8.first_last_layers_bf16 and start + end >= shape.num_layers:
+        yield (
+            f"{_MEGATRON}.fp8_cfg.num_layers_at_start_in_bf16 = {start}: with num_layers_at_end_in_bf16 = {end} it "
+            f"leaves none of the model's {shape.num_layers} layers in FP8"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from dppo_megatron.live_table import COLUMNS, cells, closing_block, live_table
-from dppo_megatron.run_records import StepRecord, SummaryRecord
-from dppo_megatron.stage_clock import StageSeconds
+from dppo_megatron.run_records import StepRecord, SummaryRecord, Totals
 
 logger = logging.getLogger(__name__)
 
@@ -80,19 +79,21 @@ class _Pace:
 
     def __init__(self, *, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._recent: deque[StageSeconds] = deque(maxlen=_RECENT_STEPS)
+        self._recent: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
+        self.totals = Totals()
 
     def add(self, record: StepRecord) -> tuple[str, ...]:
         """The step's cells, with the time left after it."""
-        self._recent.append(record.stage_seconds)
-        mean = self.seconds.total / len(self._recent)
+        self._recent.append(record)
+        self.totals = self.totals.with_step(record)
+        mean = sum(recent.stage_seconds.total for recent in self._recent) / len(self._recent)
         left = max(0, self._num_steps - record.step - 1)
-        return cells(record, num_steps=self._num_steps, seconds_left=mean * left)
+        return cells(record, totals=self.totals, num_steps=self._num_steps, seconds_left=mean * left)
 
     @property
-    def seconds(self) -> StageSeconds:
-        """Seconds of the recent steps by stage."""
-        return sum(self._recent, StageSeconds())
+    def recent(self) -> tuple[StepRecord, ...]:
+        """The recent steps, the newest last."""
+        return tuple(self._recent)
 
 
 class PlainConsole:
@@ -144,9 +145,9 @@ class LiveConsole:
         self._rows.append(self._pace.add(record))
         table = live_table(
             tuple(self._rows),
-            steps_done=record.step + 1,
+            recent=self._pace.recent,
+            totals=self._pace.totals,
             num_steps=self._num_steps,
-            seconds=self._pace.seconds,
         )
         self._live.start()
         self._live.update(table, refresh=True)

@@ -11,7 +11,9 @@ from dppo_megatron import metric_names
 from dppo_megatron.atomic_file import atomic_write_text
 from dppo_megatron.live_table import percent
 from dppo_megatron.run_console import open_console
+from dppo_megatron.run_messages import Message, WarningTap, append_message, cut_messages, grouped
 from dppo_megatron.run_records import StepRecord, SummaryRecord, Totals
+from dppo_megatron.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -28,17 +30,22 @@ class RunLog:
     NeMo-RL does: step s of the loop is its s + 1, and 0 is the validation before training.
     """
 
-    def __init__(self, directory: Path, *, num_steps: int, tensorboard: bool, console: TextIO) -> None:
+    def __init__(
+        self, directory: Path, *, num_steps: int, tensorboard: bool, console: TextIO, wandb: WandbSink | None = None
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._console = open_console(console, num_steps=num_steps)
         self._tensorboard_enabled = tensorboard
         self._tensorboard: SummaryWriter | None = None
+        self._wandb = wandb
         self._metrics: TextIOWrapper | None = None
         self._totals = Totals()
         self._next_step = 0
         self._accuracy_before: float | None = None
         self._non_finite: set[str] = set()
+        self._messages: list[Message] = []  # of this start
+        self._tap = WarningTap(self.warn)
 
     def resume_from(self, step: int) -> None:
         """Continue at a step: cut metrics.jsonl back to the steps before it and take up their totals.
@@ -48,13 +55,16 @@ class RunLog:
         """
         assert self._metrics is None, "resume_from comes before the first step"
         path = self._directory / METRICS_FILE
-        lines = _read_metrics(path)
+        lines = read_metrics(path)
         kept = [(line, record) for line, record in lines if record.step < step]
         if path.exists():
             atomic_write_text(path, "".join(line for line, _ in kept))
         for _, record in kept:
             self._totals = self._totals.with_step(record)
         self._next_step = step
+        # What this start has said before it knew where it continues.
+        self._messages = [replace(message, step=step) for message in self._messages]
+        cut_messages(self._directory, step=step, latest=self._messages)
         if len(kept) < len(lines):
             self.note(f"{path}: {len(lines) - len(kept)} later steps dropped, going on at step {step + 1}")
         if len(kept) < step:
@@ -68,6 +78,8 @@ class RunLog:
         self.note(f"accuracy before training: {percent(accuracy)}")
         if self._tensorboard_enabled:
             self._event_writer().add_scalar(metric_names.ACCURACY, accuracy, 0)
+        if self._wandb is not None:
+            self._wandb.log({metric_names.ACCURACY: accuracy}, steps_done=0)
 
     def step(self, record: StepRecord) -> None:
         """Log a step.
@@ -90,28 +102,51 @@ class RunLog:
             writer = self._event_writer()
             for name, value in record.metrics().items():
                 writer.add_scalar(name, value, record.step + 1)
+        if self._wandb is not None:
+            self._wandb.log(record.metrics(), steps_done=record.step + 1)
         self._console.step(record)
         self._next_step += 1
 
     def note(self, text: str) -> None:
         """Tell the reader something once, between the steps' lines."""
+        self._keep(Message(self._next_step, "note", text, text))
         self._console.note(text)
+
+    def warn(self, kind: str, text: str) -> None:
+        """Warn of something that may repeat: the console says the first of a kind, and their number at the end."""
+        if all(earlier.kind != kind for earlier in self._messages):
+            self._console.note(f"warning: {text}")
+        self._keep(Message(self._next_step, "warning", kind, text))
+
+    def _keep(self, message: Message) -> None:
+        self._messages.append(message)
+        append_message(self._directory, message)
 
     def summary(self) -> None:
         """Write summary.json and the closing block, over all steps of the run and its restarts."""
         summary = SummaryRecord.from_totals(self._totals, run_directory=str(self._directory))
         atomic_write_text(self._directory / SUMMARY_FILE, summary.to_json())
         self._console.summary(summary)
+        warnings = [message for message in self._messages if message.level == "warning"]
+        repeated = [group for group in grouped(warnings) if group.count > 1]
+        if repeated:
+            lines = [f"  {group.count:,} times, steps {group.first}-{group.last}: {group.text}" for group in repeated]
+            self._console.note("\n".join(["warnings that came more than once", *lines]))
 
     def close(self) -> None:
         """Close the files and give the terminal back; closing twice is harmless."""
+        self._tap.detach()
         self._console.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.close()
+            self._wandb = None
 
     def __enter__(self) -> Self:
+        self._tap.attach()
         return self
 
     def __exit__(
@@ -142,7 +177,10 @@ class RunLog:
         new = names - self._non_finite
         self._non_finite |= names
         if new:
-            self.note(f"warning: step {record.step + 1}: not finite, logged as null: {', '.join(sorted(new))}")
+            names_listed = ", ".join(sorted(new))
+            self.warn(
+                f"not finite: {names_listed}", f"step {record.step + 1}: not finite, logged as null: {names_listed}"
+            )
 
     def _tell_of_idle_updates(self, record: StepRecord) -> None:
         if idle := dict(record.extra).get(metric_names.IDLE_UPDATES):
@@ -165,6 +203,9 @@ class SilentLog:
     def note(self, text: str) -> None:
         """Nothing."""
 
+    def warn(self, kind: str, text: str) -> None:
+        """Nothing."""
+
     def summary(self) -> None:
         """Nothing."""
 
@@ -180,7 +221,11 @@ class SilentLog:
         self.close()
 
 
-def _read_metrics(path: Path) -> list[tuple[str, StepRecord]]:
+def read_metrics(path: Path) -> list[tuple[str, StepRecord]]:
+    """Lines of metrics.jsonl with their steps; a last line cut short is left out.
+
+    Raises: RuntimeError for any other line that is not a step's.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -18,6 +18,7 @@ from dppo_megatron.plan import (
     check_layout,
     padding_multiples,
     resolve_layout,
+    token_alignment,
 )
 
 _MODEL = "policy.model_name"
@@ -147,7 +148,11 @@ def make_plan(found: Examination, *, path: str, overrides: Sequence[str]) -> Run
         layout=layout,
         ranks=ranks_of(layout, gpus_per_node=config.cluster.gpus_per_node),
         arithmetic=batch_arithmetic(config.grpo, train_global_batch_size=policy.train_global_batch_size),
-        padding=padding_multiples(layout, sequence_divisor=policy.make_sequence_length_divisible_by),
+        padding=padding_multiples(
+            layout,
+            sequence_divisor=policy.make_sequence_length_divisible_by,
+            alignment=token_alignment(policy.megatron_cfg.fp8_cfg),
+        ),
         savings=expected_savings(config.dppo),
         memory=memory,
         launch=launch_commands(

@@ -34,6 +34,8 @@ from dppo_megatron.rl.rewards import Reward, make_reward, score_rollouts
 from dppo_megatron.rl.vllm_engine import VllmEngine
 from dppo_megatron.rl.vllm_generator import VllmGenerator
 from dppo_megatron.run_state import RunState, fingerprint
+from dppo_megatron.skipped_updates import SkippedUpdates
+from dppo_megatron.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +60,8 @@ def read_inputs(config: Config) -> Inputs:
     """Find the model, read the data. Raises ValueError for what the user has to mend."""
     source = find_model(config.policy.model_name)
     name = config.policy.tokenizer.name
-    tokenizer = AutoTokenizer.from_pretrained(source if name == config.policy.model_name else find_model(name))
+    directory = source if name == config.policy.model_name else find_model(name)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     # A completion may be as long as its prompt leaves room for, but not empty.
     max_prompt_tokens = config.policy.max_total_sequence_length - 1
     if config.data.max_input_seq_length is not None:
@@ -82,11 +85,11 @@ def read_inputs(config: Config) -> Inputs:
         tokenizer=tokenizer,
         train=train,
         validation=validation,
-        stop_token_ids=_stop_token_ids(config, tokenizer, source),
+        stop_token_ids=find_stop_token_ids(config, tokenizer, source),
     )
 
 
-def _stop_token_ids(config: Config, tokenizer: "PreTrainedTokenizerBase", source: Path) -> tuple[int, ...]:
+def find_stop_token_ids(config: Config, tokenizer: "PreTrainedTokenizerBase", source: Path) -> tuple[int, ...]:
     """The configured ones, those of the model's generation config, and the tokenizer's end of sequence."""
     from transformers import GenerationConfig
 
@@ -126,6 +129,8 @@ class Run:
     validation_sampling: Sampling
     num_minibatches: int
     state: RunState | None
+    skipped: SkippedUpdates
+    stop: StopRequest
     first_step: int
     num_steps: int
 
@@ -176,7 +181,7 @@ class Run:
         return due and self.state is not None
 
 
-def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
+def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopRequest) -> Run:
     """Build every part of a run and continue from its newest checkpoint; called by every rank."""
     config = loaded.config
     grpo, policy_config = config.grpo, config.policy
@@ -228,6 +233,10 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh) -> Run:
         ),
         num_minibatches=arithmetic.num_minibatches,
         state=state,
+        skipped=SkippedUpdates(
+            limit=config.dppo.max_skipped_updates, directory=Path(config.logger.log_dir), world=mesh.world
+        ),
+        stop=stop,
         first_step=resumed.num_steps_done if resumed else 0,
         num_steps=min(grpo.max_num_steps, grpo.max_num_epochs * prompts.steps_per_epoch),
     )

@@ -1,8 +1,9 @@
 """What a run must keep to continue as if it had not stopped: policy, optimizer, data cursor, history, step.
 
 A checkpoint is a directory ``step_N`` that appears whole, by one rename, when all of it is on the disk. It holds
-``policy/`` (megatron-core's torch_dist format, for any layout), ``history.npz``, ``run_state.json`` with the
-fingerprint of the run, and ``checksums.json``, by which damage is found before anything is loaded.
+``policy/`` (megatron-core's torch_dist format, for any layout), the model's configuration and tokenizer,
+``history.npz``, ``run_state.json`` with the fingerprint of the run, and ``checksums.json``, by which damage is found
+before anything is loaded.
 """
 
 import json
@@ -19,6 +20,7 @@ import numpy as np
 from dppo_megatron import checkpoint_files
 from dppo_megatron.checkpoint_files import FileDigest
 from dppo_megatron.config.schema import CheckpointingConfig, CheckpointSafetyConfig, GresoConfig
+from dppo_megatron.model_source import copy_companions
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.checkpoint import load_policy, save_policy
 from dppo_megatron.parallel.mesh import Axis
@@ -45,8 +47,11 @@ _FREE = (
     "dppo.rollout.",
     "dppo.packing.",
     "dppo.audit.",
+    "dppo.evaluation.",
     "dppo.save_hf",
     "dppo.checkpoint.",
+    "dppo.watchdog.",
+    "dppo.max_skipped_updates",
     "env.",
 )
 """Keys that may change between a checkpoint and its resumption: they do not decide what is trained. The model
@@ -95,6 +100,10 @@ class RunState:
         """Where checkpoints lie."""
         return Path(self.config.checkpoint_dir)
 
+    def path(self, num_steps_done: int) -> Path:
+        """Where the checkpoint after so many steps lies, once it is published."""
+        return self.directory / f"step_{num_steps_done}"
+
     def save(
         self, policy: Policy, *, prompts: Prompts, history: PromptHistory, num_steps_done: int, metric: float | None
     ) -> Path | None:
@@ -118,6 +127,7 @@ class RunState:
         def begin() -> None:
             if world.is_first:
                 (pending / "policy").mkdir(parents=True)
+                copy_companions(policy.source, pending)  # a model that policy.model_name can name
                 np.savez(pending / "history.npz", **history.state())  # type: ignore[arg-type]
                 (pending / "run_state.json").write_text(json.dumps(state, indent=2))
 

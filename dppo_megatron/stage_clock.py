@@ -68,8 +68,11 @@ class StageClock:
     clock; a stage whose device work is still queued hands that time to the stage that waits for it.
     """
 
-    def __init__(self, *, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+    def __init__(
+        self, *, now: Callable[[], float] = time.perf_counter, on_stage: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """``on_stage`` is told of every stage that begins, ``other`` between them."""
+        self._now, self._on_stage = now, on_stage
         self._step_start = now()
         self._stage: Stage | None = None
         self._seconds = dict.fromkeys(STAGES, 0.0)
@@ -81,12 +84,14 @@ class StageClock:
         assert name in self._seconds, f"stage {name!r} is not one of {STAGES}"
         assert self._stage is None, f"stage {name!r} inside stage {self._stage!r}"
         self._stage = name
+        self._on_stage(name)
         start = self._now()
         try:
             yield
         finally:
             self._seconds[name] += self._now() - start
             self._stage = None
+            self._on_stage("other")
 
     def step_seconds(self) -> StageSeconds:
         """End the step: its seconds by stage; the next step starts here."""

@@ -1,28 +1,30 @@
 """The stages of a step, as verbs on a run: what the loop names, tied to the run's parts."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from dppo_megatron import device, metric_names
 from dppo_megatron.batches import (
-    FinishReason,
     FloatArray,
     IntArray,
     PackedRow,
     PromptBatch,
     PrunedBatch,
     RolloutBatch,
+    RowPlan,
     Sampling,
     ScoredBatch,
     TrainStats,
 )
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.exchange import exchange, gather_scores
-from dppo_megatron.plan import padding_multiples
+from dppo_megatron.parallel.regrouping import lengths_in, regroup
+from dppo_megatron.plan import padding_multiples, token_alignment
 from dppo_megatron.rl.advantages import group_advantages
 from dppo_megatron.rl.audit import AuditReport, sketch
 from dppo_megatron.rl.draws import Draws, hash_parts
@@ -31,12 +33,12 @@ from dppo_megatron.rl.merging import merge
 from dppo_megatron.rl.packing import PackingReport, plan_rows, report_packing
 from dppo_megatron.rl.prompts import count_earlier
 from dppo_megatron.rl.pruning import prune_completions, prune_prompts
-from dppo_megatron.rl.pruning_report import PruningReport
 from dppo_megatron.rl.replay import samples_of, samples_path, write_samples
 from dppo_megatron.rl.reward_shaping import shape_rewards
-from dppo_megatron.run_records import StepRecord
 from dppo_megatron.run_setup import Run
-from dppo_megatron.stage_clock import StageSeconds
+from dppo_megatron.stop_request import Stopped
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,46 +50,94 @@ class MiniBatch:
     packing: PackingReport
 
 
+@dataclass(frozen=True, slots=True)
+class StepStart:
+    """Where a step that is abandoned goes back to. ``prompts``: the stream's state before its candidates."""
+
+    step: int
+    prompts: dict[str, int]
+
+
 class EngineError(RuntimeError):
     """An engine failed on one rank or several; raised on all of them, with what each says."""
 
 
-def generate(run: Run, share: PromptBatch, draws: Draws, sampling: Sampling) -> RolloutBatch:
-    """Completions of this rank's share. Raises EngineError on every rank where the engine of one failed."""
-    rollouts, failure = None, ""
-    try:
-        rollouts = run.generator.generate(share, draws, sampling)
-    except RuntimeError as error:
-        failure = str(error)
-    world = run.mesh.world
-    if collectives.sum_array(np.array([float(rollouts is None)]), world)[0]:
-        failures = collectives.gather_objects(failure, world)
-        raise EngineError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text))
-    assert rollouts is not None
-    return rollouts
+def sample(run: Run, share: PromptBatch, draws: Draws, *, start: StepStart) -> RolloutBatch:
+    """This rank's completions. Raises Stopped on every rank where one was asked to stop meanwhile.
 
-
-def sample(run: Run, share: PromptBatch, draws: Draws, *, cursor: dict[str, int]) -> RolloutBatch:
-    """A step's completions; where an engine fails, a checkpoint of the steps done, then EngineError.
-
-    cursor: the state of the prompts before the step took its candidates.
+    Where an engine fails: a checkpoint of the steps done, then EngineError on every rank.
     """
+    work = partial(_completions, run, share, draws, run.sampling)
+    # The ranks of a vLLM engine communicate as they sample: none may leave the others.
+    outcome = _or_abandon(run, start, work, interruptible=run.config.dppo.rollout.engine != "vllm")
     try:
-        return generate(run, share, draws, run.sampling)
+        return _agreed(run, outcome)
     except EngineError:
-        # Nothing but the cursor has moved yet: a restart takes the step again, the same.
-        run.prompts.restore(cursor)
-        step = draws.step
-        saved = run.state is None or step == run.first_step or (run.state.directory / f"step_{step}").exists()
-        if not saved:
-            publish_checkpoint(run, save_checkpoint(run, step - 1, None))
+        run.prompts.restore(start.prompts)
+        save_stopped(run, Stopped("an engine failed", num_steps_done=start.step))
         raise
 
 
-def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch) -> ScoredBatch:
-    """Reward this rank's completions, compare them within their groups, and gather everybody's scores."""
+def _completions(run: Run, share: PromptBatch, draws: Draws, sampling: Sampling) -> RolloutBatch | str:
+    # Or what the engine says of its failure.
+    try:
+        return run.generator.generate(share, draws, sampling)
+    except RuntimeError as error:
+        return str(error)
+
+
+def _agreed(run: Run, outcome: RolloutBatch | str) -> RolloutBatch:
+    """This rank's completions, where every rank has its own. Raises EngineError on every rank where not."""
+    failure = outcome if isinstance(outcome, str) else None
+    if collectives.any_rank(failure is not None, run.mesh.world):
+        failures = collectives.gather_objects(failure, run.mesh.world)
+        said = (f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
+        raise EngineError("; ".join(said))
+    assert not isinstance(outcome, str)
+    return outcome
+
+
+def _or_abandon(run: Run, start: StepStart, work: Callable[[], T], *, interruptible: bool = True) -> T:
+    # Nothing but the cursor of the prompts has moved yet: the step is taken again, the same, after the restart.
+    result = run.stop.attempt(work) if interruptible else work()
+    if collectives.any_rank(run.stop.signalled, run.mesh.world) or result is None:
+        run.prompts.restore(start.prompts)
+        raise Stopped(run.stop.reason, num_steps_done=start.step)
+    return result
+
+
+def leave_if_asked(run: Run, step: int, *, slowest_seconds: float) -> None:
+    """After a step: raise Stopped on every rank where one was asked to stop, or where the time is up.
+
+    slowest_seconds: of a step so far, its checkpoint included.
+    """
+    asked = run.stop.signalled or run.stop.leaves_no_time(next_seconds=slowest_seconds)
+    if collectives.any_rank(asked, run.mesh.world) and step + 1 < run.num_steps:
+        raise Stopped(run.stop.reason, num_steps_done=step + 1)
+
+
+def save_stopped(run: Run, stopped: Stopped) -> Stopped:
+    """Save what a stopped run has done since its last checkpoint; called by every rank."""
+    if run.state is None:
+        return stopped
+    checkpoint = run.state.path(stopped.num_steps_done)
+    if stopped.num_steps_done > run.first_step and not run.saves_after(stopped.num_steps_done - 1):
+        pending = save_checkpoint(run, stopped.num_steps_done - 1, None)
+        if pending is None:
+            return stopped
+        publish_checkpoint(run, pending)
+    return Stopped(stopped.reason, num_steps_done=stopped.num_steps_done, checkpoint=checkpoint)
+
+
+def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch, *, start: StepStart | None = None) -> ScoredBatch:
+    """Reward this rank's completions, compare them within their groups, and gather everybody's scores.
+
+    start: raise Stopped on every rank where one was asked to stop meanwhile; None where the history already counts
+    this step, which must then be finished.
+    """
+    rewards = run.score(rollouts) if start is None else _or_abandon(run, start, partial(run.score, rollouts))
     rewards = shape_rewards(
-        run.score(rollouts),
+        rewards,
         completion_lengths=rollouts.completions.lengths,
         finish_reasons=rollouts.finish_reasons,
         grpo=run.config.grpo,
@@ -114,7 +164,7 @@ def complete_groups(
         occurrences = count_earlier(np.concatenate([earlier, candidates.prompt_ids]))[len(earlier) :]
         candidates = replace(candidates, occurrences=occurrences)
         kept = prune_prompts(candidates, history=run.history, pruning=run.pruning, draws=draws)
-        more = generate(run, kept.share(rank=axis.rank, size=axis.size), draws, run.sampling)
+        more = _agreed(run, _completions(run, kept.share(rank=axis.rank, size=axis.size), draws, run.sampling))
         more_scores = score(run, more, kept)
         run.history.record(more_scores)
         return more, more_scores
@@ -143,19 +193,8 @@ def record_samples(
 
 def pack_rows(run: Run, rollouts: RolloutBatch, scores: ScoredBatch, plan: PrunedBatch) -> MiniBatch:
     """Plan equal shares of rows for all data-parallel ranks, and fetch this rank's sequences into them."""
-    policy = run.config.policy
-    packing = policy.sequence_packing
-    multiples = padding_multiples(run.mesh.layout, sequence_divisor=policy.make_sequence_length_divisible_by)
-    rows = plan_rows(
-        plan.lengths,
-        config=packing,
-        window=run.config.dppo.packing.window,
-        capacity=packing.train_mb_tokens,
-        sequence_multiple=multiples.sequence,
-        row_multiple=multiples.row,
-        dp_size=run.mesh.dp.size,
-        attention_weight=run.inputs.architecture.attention_weight,
-    )
+    capacity = run.config.policy.sequence_packing.train_mb_tokens
+    rows = _plan(run, plan.lengths, capacity=capacity, dp_size=run.mesh.dp.size)
     packed = exchange(
         rollouts,
         plan,
@@ -164,14 +203,39 @@ def pack_rows(run: Run, rollouts: RolloutBatch, scores: ScoredBatch, plan: Prune
         token_level_loss=run.config.loss_fn.token_level_loss or run.config.dppo.denominator == "constant",
         mesh=run.mesh,
     )
-    return MiniBatch(plan, packed, report_packing(rows, lengths=plan.lengths, capacity=packing.train_mb_tokens))
+    return MiniBatch(plan, packed, report_packing(rows, lengths=plan.lengths, capacity=capacity))
+
+
+def _plan(run: Run, lengths: IntArray, *, capacity: int, dp_size: int) -> RowPlan:
+    policy = run.config.policy
+    multiples = padding_multiples(
+        run.mesh.layout,
+        sequence_divisor=policy.make_sequence_length_divisible_by,
+        alignment=token_alignment(policy.megatron_cfg.fp8_cfg),
+    )
+    return plan_rows(
+        lengths,
+        config=policy.sequence_packing,
+        window=run.config.dppo.packing.window,
+        capacity=capacity,
+        sequence_multiple=multiples.sequence,
+        row_multiple=multiples.row,
+        dp_size=dp_size,
+        attention_weight=run.inputs.architecture.attention_weight,
+    )
 
 
 def attach_logprobs(run: Run, batch: MiniBatch) -> MiniBatch:
     """Old log-probs where an earlier mini-batch will have moved the policy, the reference's where KL is penalised."""
-    off_policy = run.num_minibatches > 1 and not run.config.loss_fn.force_on_policy_ratio
+    old = run.num_minibatches > 1 and not run.config.loss_fn.force_on_policy_ratio
+    if not old and run.reference is None:
+        return batch
+    packing, regrouping = run.config.policy.sequence_packing, None
+    if packing.logprob_mb_tokens != packing.train_mb_tokens:
+        plan = _plan(run, lengths_in(batch.rows), capacity=packing.logprob_mb_tokens, dp_size=1)
+        regrouping = regroup(batch.rows, plan, cp_size=run.mesh.cp.size)
     rows = run.policy.attach_logprobs(
-        batch.rows, old=off_policy, reference=run.reference, temperature=run.sampling.temperature
+        batch.rows, old=old, reference=run.reference, temperature=run.sampling.temperature, regrouping=regrouping
     )
     return MiniBatch(batch.plan, rows, batch.packing)
 
@@ -233,14 +297,14 @@ def _sketch(run: Run, batches: Sequence[MiniBatch]) -> FloatArray:
     return np.sum(parts, axis=0)
 
 
-def update(run: Run, batch: MiniBatch) -> TrainStats:
-    """One optimizer step, or none where nothing kept has a gradient: the plan tells every rank so."""
+def update(run: Run, batch: MiniBatch, *, step: int) -> TrainStats:
+    """One optimizer step; none where nothing kept has a gradient (the plan tells every rank) or one is not finite."""
     if not run.loss.has_gradient(batch.plan.advantages):
         return run.policy.stay(run.loss)
     stats = run.policy.update(
         batch.rows, loss=run.loss, denominator=batch.plan.denominator, temperature=run.sampling.temperature
     )
-    device.synchronize()
+    run.skipped.note(stats, batch.rows, step=step)
     return stats
 
 
@@ -262,8 +326,9 @@ def validate(run: Run, num_steps_done: int) -> float:
 def save_checkpoint(run: Run, step: int, accuracy: float | None) -> Path | None:
     """Write the checkpoint of the steps up to ``step``; it shows once it is published. None where it could not be."""
     assert run.state is not None
+    metric = accuracy if run.config.checkpointing.metric_name is not None else None
     return run.state.save(
-        run.policy, prompts=run.prompts, history=run.history, num_steps_done=step + 1, metric=accuracy
+        run.policy, prompts=run.prompts, history=run.history, num_steps_done=step + 1, metric=metric
     )
 
 
@@ -271,83 +336,3 @@ def publish_checkpoint(run: Run, pending: Path) -> None:
     """Let a checkpoint show, after its step was logged: a run that dies in between takes the step again."""
     assert run.state is not None
     run.state.publish(pending, world=run.mesh.world)
-
-
-def step_record(
-    run: Run,
-    step: int,
-    scores: ScoredBatch,
-    batches: Sequence[MiniBatch],
-    stats: Sequence[TrainStats],
-    *,
-    audited: AuditReport | None,
-    accuracy: float | None,
-    seconds: StageSeconds,
-) -> StepRecord:
-    """What the log says of a step: sums and means over its mini-batches."""
-    report = PruningReport.of(scores, plans=tuple(batch.plan for batch in batches))
-    tokens = np.array([one.num_tokens for one in stats], np.float64)
-    losses = {
-        metric_names.LOSS_METRICS[name]: _mean([dict(one.metrics)[name] for one in stats], weights=tokens)
-        for name in run.loss.metric_names
-    }
-    rest = {
-        metric_names.MEAN_PROMPT_LENGTH: _mean(scores.prompts.tokens.lengths),
-        metric_names.MEAN_GENERATED_TOKENS: _mean(scores.completion_lengths),
-        metric_names.TRUNCATION_RATE: _mean(scores.finish_reasons == FinishReason.LENGTH),
-        metric_names.WEIGHT_MEAN: report.weight_mean,
-        metric_names.WEIGHT_MAX: report.weight_max,
-        metric_names.EFFECTIVE_SAMPLE_SIZE: report.effective_sample_size,
-        metric_names.CANDIDATE_PROMPTS: float(report.num_candidate_prompts),
-        metric_names.KEPT_PROMPTS: float(report.num_kept_prompts),
-        metric_names.KEPT_COMPLETIONS: float(report.num_kept_completions),
-        metric_names.DROPPABLE_COMPLETIONS: float(report.num_droppable_completions),
-        metric_names.PROMPT_VARIANCE: report.prompt_variance.per_kept,
-        metric_names.PROMPT_VARIANCE_PER_CANDIDATE: report.prompt_variance.per_candidate,
-        metric_names.COMPLETION_VARIANCE: report.completion_variance.per_kept,
-        metric_names.COMPLETION_VARIANCE_PER_CANDIDATE: report.completion_variance.per_candidate,
-        metric_names.TOKENS_SAVED_BY_PROMPTS: report.num_tokens_not_generated,
-        metric_names.TOKENS_SAVED_BY_COMPLETIONS: float(report.num_tokens_generated - report.num_tokens_trained),
-        metric_names.REWARD_FAILURES: float(run.reward.num_failures),
-        metric_names.IDLE_UPDATES: float(sum(one.idle for one in stats)),
-        metric_names.ROWS: float(sum(batch.packing.num_rows for batch in batches)),
-        metric_names.TOKEN_DENSITY: _mean([batch.packing.density for batch in batches]),
-        metric_names.TOKEN_IMBALANCE: _mean([batch.packing.token_imbalance for batch in batches]),
-    }
-    return StepRecord(
-        step=step,
-        reward=_mean(scores.rewards),
-        accuracy=accuracy,
-        kept_fraction=report.num_kept_completions / max(report.num_completions, 1),
-        kept_prompts_fraction=report.num_kept_prompts / report.num_candidate_prompts,
-        rollout_tokens=report.num_tokens_generated,
-        train_tokens=report.num_tokens_trained,
-        train_tokens_without_pruning=round(report.num_tokens_generated + report.num_tokens_not_generated),
-        loss=_mean([one.loss for one in stats]),
-        grad_norm=_mean([one.grad_norm for one in stats]),
-        learning_rate=stats[-1].learning_rate,
-        stage_seconds=seconds,
-        extra=tuple((losses | rest | _audit_metrics(audited)).items()),
-    )
-
-
-def _audit_metrics(report: AuditReport | None) -> dict[str, float]:
-    if report is None:
-        return {}
-    values = {
-        metric_names.AUDIT_COSINE: report.cosine,
-        metric_names.AUDIT_ERROR: report.relative_error,
-        metric_names.AUDIT_MEAN_COSINE: report.mean_cosine,
-        metric_names.AUDIT_MEAN_ERROR: report.mean_relative_error,
-    }
-    if report.standard_error is not None:
-        values[metric_names.AUDIT_STANDARD_ERROR] = report.standard_error
-    return values
-
-
-def _mean(values: Sequence[float] | FloatArray | np.ndarray, *, weights: FloatArray | None = None) -> float:
-    if not len(values):
-        return 0.0
-    return float(
-        np.average(np.asarray(values, np.float64), weights=weights if weights is None or weights.any() else None)
-    )

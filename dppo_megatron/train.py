@@ -2,52 +2,65 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from dppo_megatron.config.loader import LoadedConfig
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config_origins import write_origins
 from dppo_megatron.mismatch import MismatchWatch
+from dppo_megatron.parallel.collectives import barrier
 from dppo_megatron.parallel.hf_export import save_hf
-from dppo_megatron.parallel.mesh import open_mesh
+from dppo_megatron.parallel.mesh import Mesh, open_mesh
 from dppo_megatron.plan import Layout
 from dppo_megatron.provenance import write_provenance
+from dppo_megatron.report.run_report import write_report
 from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.pruning import prune_completions, prune_prompts
-from dppo_megatron.run_log import RunLog, SilentLog
+from dppo_megatron.run_lock import RunLock
+from dppo_megatron.run_log import METRICS_FILE, RunLog, SilentLog
 from dppo_megatron.run_setup import Run, read_inputs, set_up
 from dppo_megatron.stage_clock import StageClock
 from dppo_megatron.stages import (
+    StepStart,
     attach_logprobs,
     audit,
     complete_groups,
+    leave_if_asked,
     pack_rows,
     publish_checkpoint,
     record_samples,
     sample,
     save_checkpoint,
+    save_stopped,
     score,
-    step_record,
     update,
     validate,
 )
+from dppo_megatron.step_metrics import step_record
+from dppo_megatron.stop_request import Stopped, StopRequest
+from dppo_megatron.wandb_sink import WandbSink
+from dppo_megatron.watchdog import Watchdog
 
 
-def train(run: Run, log: RunLog | SilentLog) -> None:
-    """Take the run's remaining steps; log each."""
+def train(run: Run, log: RunLog | SilentLog, watchdog: Watchdog) -> None:
+    """Take the run's remaining steps; log each. Raises Stopped where the run was asked to stop."""
     policy, generator, mesh = run.policy, run.generator, run.mesh
     generator.load_weights(policy.hf_weights(), version=run.first_step)
     if run.validates_before(run.first_step):
         log.baseline(validate(run, run.first_step))
-    clock, mismatch = StageClock(), MismatchWatch(run.config.dppo.rollout.mismatch_warning)
+    clock, slowest = StageClock(on_stage=watchdog.watch), 0.0
+    mismatch = MismatchWatch(run.config.dppo.rollout.mismatch_warning)
     for step in range(run.first_step, run.num_steps):
-        draws, cursor = Draws(run.config.grpo.seed, step), run.prompts.state()
+        draws, start = Draws(run.config.grpo.seed, step), StepStart(step, run.prompts.state())
         candidates = run.candidates.next_batch(draws)
         with clock.stage("pruning"):
             kept = prune_prompts(candidates, history=run.history, pruning=run.pruning, draws=draws)
         with clock.stage("rollout"):
             share = kept.share(rank=mesh.generation.rank, size=mesh.generation.size)
-            rollouts = sample(run, share, draws, cursor=cursor)
+            rollouts = sample(run, share, draws, start=start)
         with clock.stage("reward"):
-            scores = score(run, rollouts, kept)
+            scores = score(run, rollouts, kept, start=start)
             run.history.record(scores)
         with clock.stage("rollout"):
             rollouts, scores = complete_groups(run, rollouts, scores, draws=draws)
@@ -61,7 +74,7 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
             batches = [attach_logprobs(run, batch) for batch in batches]
         audited = audit(run, step, rollouts, candidates=candidates, scores=scores, batches=batches, draws=draws)
         with clock.stage("update"):
-            stats = [update(run, batch) for batch in batches]
+            stats = [update(run, batch, step=step) for batch in batches]
         with clock.stage("weight_sync"):
             generator.load_weights(policy.hf_weights(), version=step + 1)
         with clock.stage("validation"):
@@ -75,18 +88,26 @@ def train(run: Run, log: RunLog | SilentLog) -> None:
             log.note(note)
         if checkpoint is not None:
             publish_checkpoint(run, checkpoint)
+        slowest = max(slowest, seconds.total)
+        leave_if_asked(run, step, slowest_seconds=slowest)
 
 
-def run_training(loaded: LoadedConfig, layout: Layout, *, command: Sequence[str]) -> None:
+def run_training(
+    loaded: LoadedConfig, layout: Layout, *, command: Sequence[str], stop: StopRequest | None = None
+) -> None:
     """Join the run's processes, train from where its checkpoints stand, and leave a summary and the model.
 
-    Raises ValueError for what the user has to mend, RuntimeError for a run that broke.
+    stop: what may end the run early; None for nothing. Raises ValueError for what the user has to mend,
+    RuntimeError for a run that broke, Stopped for one that was asked to stop and has saved.
     """
     config, directory = loaded.config, Path(loaded.config.logger.log_dir)
+    stop = stop or StopRequest(must_save_by_seconds=None)
     inputs = read_inputs(config)
     with (
         open_mesh(layout, seed=config.grpo.seed) as mesh,
-        set_up(loaded, inputs, mesh) as run,
+        _lock_directories(config, mesh),
+        _open_watchdog(config, mesh) as watchdog,
+        set_up(loaded, inputs, mesh, stop=stop) as run,
         _open_log(run, directory) as log,
     ):
         if mesh.world.is_first:
@@ -100,13 +121,39 @@ def run_training(loaded: LoadedConfig, layout: Layout, *, command: Sequence[str]
                 pipeline_parallel=layout.pp,
                 context_parallel=layout.cp,
             )
+            write_origins(directory, loaded)
         for note in run.notes():
             log.note(note)
         log.resume_from(run.first_step)
-        train(run, log)
+        try:
+            train(run, log, watchdog)
+        except Stopped as stopped:
+            watchdog.watch("checkpoint")
+            raise save_stopped(run, stopped) from None
+        watchdog.watch("end")
         if config.dppo.save_hf:
             save_hf(run.policy, directory / "hf")
         log.summary()
+        if (directory / METRICS_FILE).is_file() and mesh.world.is_first:
+            write_report(directory)
+
+
+def _lock_directories(config: Config, mesh: Mesh) -> ExitStack:
+    """Hold the run's directories, on the first rank; ValueError where another run is in one of them."""
+    checkpointing = config.checkpointing
+    names = [config.logger.log_dir, *([checkpointing.checkpoint_dir] if checkpointing.enabled else [])]
+    with ExitStack() as stack:
+        for directory in sorted({Path(name).resolve() for name in names}) if mesh.world.is_first else ():
+            stack.enter_context(RunLock(directory))
+        return stack.pop_all()
+
+
+def _open_watchdog(config: Config, mesh: Mesh) -> Watchdog:
+    watchdog = Watchdog(config.dppo.watchdog, directory=Path(config.logger.log_dir), rank=mesh.world.rank)
+    if mesh.world.is_first:
+        watchdog.retire()
+    barrier(mesh.world)
+    return watchdog
 
 
 def _open_log(run: Run, directory: Path) -> RunLog | SilentLog:
@@ -117,4 +164,5 @@ def _open_log(run: Run, directory: Path) -> RunLog | SilentLog:
         num_steps=run.num_steps,
         tensorboard=run.config.logger.tensorboard_enabled,
         console=sys.stdout,
+        wandb=WandbSink(directory, run.config.logger.wandb) if run.config.logger.wandb_enabled else None,
     )

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig
@@ -110,7 +111,8 @@ def make_rows(count: int) -> list[PackedRow]:
         advantages=ones,
         sampled_logprobs=-ones,
         cu_seqlens=torch.tensor([0, ROW_TOKENS], dtype=torch.int32),
-        max_seqlen=ROW_TOKENS,
+        sequence_lengths=np.array([ROW_TOKENS]),
+        num_sequences=1,
     )
     return [row] * count
 

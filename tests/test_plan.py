@@ -7,6 +7,7 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dppo_megatron.architecture import Architecture, read_architecture
+from dppo_megatron.config.fp8 import Fp8Config
 from dppo_megatron.config.schema import ClusterConfig, GrpoConfig, MegatronConfig
 from dppo_megatron.plan import (
     BatchArithmetic,
@@ -15,6 +16,7 @@ from dppo_megatron.plan import (
     check_layout,
     padding_multiples,
     resolve_layout,
+    token_alignment,
 )
 
 HF_CONFIG = {
@@ -151,3 +153,43 @@ def test_a_batch_that_does_not_divide_into_whole_groups_is_an_error(size: int) -
     grpo = GrpoConfig(num_prompts_per_step=12, num_generations_per_prompt=4)
     with pytest.raises(ValueError, match=r"policy\.train_global_batch_size = .*12 \* 4"):
         batch_arithmetic(grpo, train_global_batch_size=size)
+
+
+def refused_in_fp8(shape: Architecture, *, tp: int, fp8: Fp8Config) -> str:
+    try:
+        check_layout(shape, layout=layout(tp=tp), megatron=MegatronConfig(fp8_cfg=fp8))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_sizes_that_a_recipe_cannot_take_are_refused_with_the_key_to_change() -> None:
+    # 4864 / 2 = 2432 = 152 * 16 = 76 * 32; 392 / 2 = 196 is no multiple of 16.
+    for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+        assert refused_in_fp8(SHAPE, tp=2, fp8=Fp8Config(enabled=True, fp8_recipe=recipe)) == ""
+    narrow = replace(SHAPE, ffn_hidden_size=392)
+    assert refused_in_fp8(narrow, tp=2, fp8=Fp8Config()) == ""
+    message = refused_in_fp8(narrow, tp=2, fp8=Fp8Config(enabled=True))
+    assert "ffn_hidden_size / tensor parallel size is 196" in message
+    assert "policy.megatron_cfg.fp8_cfg.fp8_recipe = 'blockwise'" in message
+    assert "multiples of 16" in message
+    odd = replace(SHAPE, hidden_size=880)  # 55 * 16
+    assert refused_in_fp8(odd, tp=1, fp8=Fp8Config(enabled=True, fp8_recipe="tensorwise")) == ""
+    assert "hidden_size is 880" in refused_in_fp8(odd, tp=1, fp8=Fp8Config(enabled=True, fp8_recipe="mxfp8"))
+
+
+def test_a_layer_must_be_left_in_fp8() -> None:
+    ends = Fp8Config(enabled=True, first_last_layers_bf16=True, num_layers_at_start_in_bf16=23)
+    assert "leaves none of the model's 24 layers" in refused_in_fp8(SHAPE, tp=1, fp8=ends)
+    assert refused_in_fp8(SHAPE, tp=1, fp8=replace(ends, num_layers_at_start_in_bf16=22)) == ""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "multiple"), [("delayed", 16), ("tensorwise", 16), ("blockwise", 128), ("mxfp8", 32)]
+)
+def test_rows_are_padded_so_that_each_rank_s_tokens_suit_the_recipe(recipe: str, multiple: int) -> None:
+    assert token_alignment(Fp8Config(fp8_recipe=recipe)) == 1, "no FP8, no padding"  # type: ignore[arg-type]
+    alignment = token_alignment(Fp8Config(enabled=True, fp8_recipe=recipe))  # type: ignore[arg-type]
+    row = padding_multiples(layout(tp=2, cp=2, sp=True), alignment=alignment).row
+    assert row // (2 * 2) % multiple == 0
+    assert row == 4 * multiple

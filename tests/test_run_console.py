@@ -4,11 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from dppo_megatron import metric_names
 from dppo_megatron.run_console import LastingStream, LiveConsole, PlainConsole, open_console
 from dppo_megatron.run_records import StepRecord, SummaryRecord, Totals
 from dppo_megatron.stage_clock import StageSeconds
@@ -28,6 +30,12 @@ def a_step(step: int, *, accuracy: float | None = None, seconds: float = 4.0) ->
         grad_norm=1.5,
         learning_rate=1e-3,
         stage_seconds=StageSeconds(rollout=seconds * 0.75, update=seconds * 0.25),
+        extra=(
+            (metric_names.ROLLOUT_TOKENS_PER_SECOND, 41_152.0),
+            (metric_names.TRAIN_TOKENS_PER_SECOND, 9000.0),
+            (metric_names.TRAIN_FLOPS_PER_SECOND, 2.5e12),
+            (metric_names.TRAIN_UTILISATION, 0.25),
+        ),
     )
 
 
@@ -53,8 +61,8 @@ def test_a_file_gets_one_line_a_step_and_a_header_every_twenty() -> None:
 
 def test_a_line_says_step_reward_accuracy_kept_tokens_saved_seconds_and_what_remains() -> None:
     lines = plain_output(steps=2)
-    assert lines[1].split() == ["1/100", "0.250", "-", "50.0%", "40.0k", "123.5k", "75.0%", "4.0s", "0:06:36"]
-    assert lines[2].split() == ["2/100", "0.250", "62.5%", "50.0%", "40.0k", "123.5k", "75.0%", "4.0s", "0:06:32"]
+    assert lines[1].split() == ["1/100", "0.250", "-", "50.0%", "40.0k", "30.9k", "75.0%", "4.0s", "0:06:36"]
+    assert lines[2].split() == ["2/100", "0.250", "62.5%", "50.0%", "40.0k", "30.9k", "75.0%", "4.0s", "0:06:32"]
 
 
 def test_lines_are_aligned_and_fit_eighty_columns() -> None:
@@ -104,6 +112,16 @@ def test_a_terminal_shows_the_last_twelve_steps_progress_and_stage_shares() -> N
     assert re.findall(r"(\d+)/20 +0\.250", frame) == [str(step) for step in range(4, 16)]
     assert re.search(r"15/20 \S+ +0:00:20 left", frame)
     assert "rollout 75%  update 25%" in frame
+    assert "rollout 41.2k tok/s  training 9000 tok/s  2.5TFLOP/s (25.0% of peak)" in frame
+    assert "saved so far: 75.0% of training tokens, 22.8% of sampled tokens" in frame
+
+
+def test_saved_is_over_the_steps_so_far_and_not_the_last_one() -> None:
+    stream = io.StringIO()
+    console = PlainConsole(LastingStream(stream), num_steps=2)
+    console.step(replace(a_step(0), train_tokens=160_000))
+    console.step(replace(a_step(1), train_tokens=0))
+    assert [line.split()[6] for line in stream.getvalue().splitlines()[1:]] == ["0.0%", "50.0%"]
 
 
 def test_a_terminal_is_redrawn_in_place_and_gets_its_cursor_back() -> None:

@@ -268,7 +268,7 @@ def test_without_tensorboard_no_event_files_are_made(tmp_path: Path) -> None:
     with open_log(tmp_path) as log:
         log.baseline(0.125)
         log.step(a_step(0))
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "messages.jsonl"}
 
 
 def test_the_silent_log_has_the_logs_verbs_and_writes_nothing(

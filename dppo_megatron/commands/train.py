@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from dppo_megatron.commands.failures import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_
 if TYPE_CHECKING:
     from dppo_megatron.config.loader import LoadedConfig
     from dppo_megatron.plan import Layout
+    from dppo_megatron.stop_request import Stopped
 
 
 def add_parser(commands: Any) -> None:
@@ -38,7 +40,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     try:
         loaded = require_config(options.config, options.overrides, strict=options.strict)
-        layout = _layout(loaded)
+        layout = check_run_layout(loaded)
         if not launcher.is_joined(os.environ):
             _check_directories(loaded, fresh=options.fresh)
             if layout.world_size > 1:
@@ -49,7 +51,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return _train(loaded, layout, arguments)
 
 
-def _layout(loaded: "LoadedConfig") -> "Layout":
+def check_run_layout(loaded: "LoadedConfig") -> "Layout":
     """The layout, checked against the model before a process is started."""
     from dppo_megatron.architecture import read_architecture
     from dppo_megatron.model_source import find_model, read_model_config
@@ -72,10 +74,17 @@ def _check_directories(loaded: "LoadedConfig", *, fresh: bool) -> None:
 
 
 def _train(loaded: "LoadedConfig", layout: "Layout", arguments: Sequence[str]) -> int:
-    from dppo_megatron.train import run_training
+    from dppo_megatron.config.duration import parse_duration
+    from dppo_megatron.stop_request import Stopped, StopRequest
 
+    limit = loaded.config.checkpointing.checkpoint_must_save_by
     try:
-        run_training(loaded, layout, command=["dppo", *arguments])
+        with StopRequest(must_save_by_seconds=None if limit is None else parse_duration(limit)) as stop:
+            from dppo_megatron.train import run_training  # takes seconds: a signal meanwhile counts
+
+            run_training(loaded, layout, command=["dppo", *arguments], stop=stop)
+    except Stopped as stopped:
+        return _say_stopped(stopped)
     except ValueError as error:
         return complain(error, EXIT_USAGE)
     except RuntimeError as error:
@@ -84,3 +93,14 @@ def _train(loaded: "LoadedConfig", layout: "Layout", arguments: Sequence[str]) -
     except KeyboardInterrupt:
         return complain("interrupted", EXIT_INTERRUPTED)
     return 0
+
+
+def _say_stopped(stopped: "Stopped") -> int:
+    from dppo_megatron.stop_request import EXIT_RESUME
+
+    done = f"stopped by {stopped.reason} after step {stopped.num_steps_done}"
+    if stopped.checkpoint is None:
+        return complain(f"{done}; it is not saved (checkpointing.enabled is false, or the disk refused)", EXIT_FAILED)
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"dppo: {done}; the same command goes on from there (exit code {EXIT_RESUME})\n")
+    return EXIT_RESUME

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
+from dppo_megatron.config.duration import parse_duration
 from dppo_megatron.config.schema import Config
 from dppo_megatron.plan import (
     Problems,
@@ -13,6 +14,7 @@ from dppo_megatron.plan import (
     padding_multiples,
     raise_problems,
     resolve_layout,
+    token_alignment,
 )
 
 _MEGATRON = "policy.megatron_cfg"
@@ -95,11 +97,12 @@ def _length_problems(config: Config) -> Problems:
         return
     layout = resolve_layout(config.cluster, megatron=megatron)
     divisor = max(config.policy.make_sequence_length_divisible_by, 1)
-    multiple = padding_multiples(layout, sequence_divisor=divisor).row
+    multiple = padding_multiples(layout, sequence_divisor=divisor, alignment=token_alignment(megatron.fp8_cfg)).row
     longest = -(-limit // multiple) * multiple
-    if config.policy.sequence_packing.train_mb_tokens < longest:
-        need = f"{longest} tokens when padded to a multiple of {multiple}"
-        yield "policy.sequence_packing.train_mb_tokens", f"must hold one sequence of {total}, {need}"
+    for name in ("train_mb_tokens", "logprob_mb_tokens"):
+        if getattr(config.policy.sequence_packing, name) < longest:
+            need = f"{longest} tokens when padded to a multiple of {multiple}"
+            yield f"policy.sequence_packing.{name}", f"must hold one sequence of {total}, {need}"
 
 
 def _reward_problems(config: Config) -> Problems:
@@ -196,6 +199,8 @@ def _training_problems(config: Config) -> Problems:
     policy, megatron = config.policy, config.policy.megatron_cfg
     if not policy.sequence_packing.enabled:
         yield "policy.sequence_packing.enabled", "must be true: all training is on packed rows"
+    if config.checkpointing.metric_name not in (None, "val:accuracy"):
+        yield "checkpointing.metric_name", "must be val:accuracy, or null to keep the newest"
     if not megatron.enabled:
         yield f"{_MEGATRON}.enabled", "must be true: there is no other backend"
     if megatron.pipeline_dtype != policy.precision:
@@ -206,6 +211,28 @@ def _training_problems(config: Config) -> Problems:
     low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
     if low is not None and high is not None and low > high:
         yield "grpo.advantage_clip_low", f"must be at most grpo.advantage_clip_high, {high}"
+
+
+def _fp8_problems(config: Config) -> Problems:
+    fp8, key = config.policy.megatron_cfg.fp8_cfg, f"{_MEGATRON}.fp8_cfg"
+    if fp8.fp8_param and not fp8.enabled:
+        yield f"{key}.fp8_param", f"needs {key}.enabled: true"
+    if not fp8.enabled:
+        return
+    if config.policy.precision != "bfloat16":
+        yield f"{key}.enabled", f"needs policy.precision: bfloat16, not {config.policy.precision}"
+    if fp8.first_last_layers_bf16 and fp8.fp8_recipe == "delayed":
+        yield f"{key}.first_last_layers_bf16", "is not for fp8_recipe: delayed, whose scales all layers share"
+
+
+def _time_problems(config: Config) -> Problems:
+    limit = config.checkpointing.checkpoint_must_save_by
+    if limit is None:
+        return
+    try:
+        parse_duration(limit)
+    except ValueError as error:
+        yield "checkpointing.checkpoint_must_save_by", str(error)
 
 
 def _learning_rate_problems(config: Config) -> Problems:
@@ -227,14 +254,14 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         grpo.val_num_generations_per_prompt checkpointing.save_period checkpointing.keep_top_k
         policy.train_global_batch_size policy.make_sequence_length_divisible_by
         policy.max_total_sequence_length policy.logprob_chunk_size policy.generation.max_new_tokens
-        policy.sequence_packing.train_mb_tokens
+        policy.sequence_packing.train_mb_tokens policy.sequence_packing.logprob_mb_tokens
         grpo.dynamic_sampling_max_gen_batches grpo.batch_multiplier grpo.reward_shaping.overlong_buffer_length
         grpo.reward_shaping.max_response_length
         policy.megatron_cfg.tensor_model_parallel_size policy.megatron_cfg.pipeline_model_parallel_size
         policy.megatron_cfg.context_parallel_size policy.megatron_cfg.scheduler.lr_decay_iters
         data.max_input_seq_length env.math.num_workers cluster.gpus_per_node cluster.num_nodes
         dppo.packing.window dppo.reward.max_answer_chars dppo.rollout.max_cache_tokens
-        policy.generation.vllm_cfg.tensor_parallel_size""",
+        policy.generation.vllm_cfg.tensor_parallel_size dppo.max_skipped_updates dppo.watchdog.slowest_factor""",
     ),
     (
         "at least 2: a group of one has no advantage",
@@ -248,6 +275,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         """policy.generation.temperature policy.refit_buffer_size_gb policy.megatron_cfg.optimizer.lr
         policy.megatron_cfg.optimizer.adam_eps loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value
         dppo.reward.time_limit_seconds dppo.rollout.time_limit_seconds dppo.rollout.mismatch_warning
+        dppo.watchdog.min_seconds
         loss_fn.truncated_importance_sampling_ratio""",
     ),
     (
@@ -256,6 +284,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         """loss_fn.reference_policy_kl_penalty loss_fn.ratio_clip_min loss_fn.ratio_clip_max
         policy.max_grad_norm policy.megatron_cfg.optimizer.min_lr policy.megatron_cfg.optimizer.weight_decay
         policy.megatron_cfg.scheduler.lr_warmup_iters policy.megatron_cfg.scheduler.lr_warmup_init
+        policy.megatron_cfg.fp8_cfg.num_layers_at_start_in_bf16
+        policy.megatron_cfg.fp8_cfg.num_layers_at_end_in_bf16
         policy.megatron_cfg.scheduler.start_weight_decay policy.megatron_cfg.scheduler.end_weight_decay
         dppo.audit.period loss_fn.truncated_importance_sampling_ratio_min
         grpo.reward_shaping.overlong_buffer_penalty""",
@@ -308,4 +338,6 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     _pruning_problems,
     _training_problems,
     _learning_rate_problems,
+    _time_problems,
+    _fp8_problems,
 )

@@ -6,7 +6,9 @@ Defaults live here and nowhere else. A key that is not here is unknown, and an e
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dppo_megatron.config.fp8 import Fp8Config
 from dppo_megatron.config.generation_schema import GenerationConfig, follows
+from dppo_megatron.config.logger_section import LoggerConfig
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class CheckpointingConfig:
     metric_name: str | None = "val:accuracy"
     higher_is_better: bool = True
     save_optimizer: bool = True
+    checkpoint_must_save_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,11 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class SequencePackingConfig:
-    """``policy.sequence_packing``: the cap of a THD row, padded tokens."""
+    """``policy.sequence_packing``: caps of a THD row, padded tokens."""
 
     enabled: bool = True
     train_mb_tokens: int = 4096
+    logprob_mb_tokens: int = follows("policy.sequence_packing.train_mb_tokens")
     algorithm: Literal[
         "window_greedy",
         "best_fit_decreasing",
@@ -171,6 +175,7 @@ class MegatronConfig:
     recompute_modules: tuple[str, ...] | None = None
     apply_rope_fusion: bool = True
     bias_activation_fusion: bool = True
+    fp8_cfg: Fp8Config = field(default_factory=Fp8Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     distributed_data_parallel_config: DistributedDataParallelConfig = field(
@@ -232,14 +237,6 @@ class EnvConfig:
     """``env``."""
 
     math: MathEnvConfig = field(default_factory=MathEnvConfig)
-
-
-@dataclass(frozen=True)
-class LoggerConfig:
-    """``logger``: the run's directory and its sinks."""
-
-    log_dir: str = "logs"
-    tensorboard_enabled: bool = False
 
 
 @dataclass(frozen=True)
@@ -341,6 +338,23 @@ class CheckpointSafetyConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    """``dppo.evaluation``: for ``dppo eval``. datasets: by name, a JSONL file; null takes ``data.validation``."""
+
+    datasets: dict[str, Any] | None = None
+    num_generations: int = 1
+
+
+@dataclass(frozen=True)
+class WatchdogConfig:
+    """``dppo.watchdog``: a stage's limit is slowest_factor times its slowest so far, and at least min_seconds."""
+
+    enabled: bool = True
+    min_seconds: float = 1500.0
+    slowest_factor: float = 10.0
+
+
+@dataclass(frozen=True)
 class DppoConfig:
     """``dppo``: all that is ours. Absent from a file: ``enabled`` is false, plain GRPO."""
 
@@ -355,6 +369,9 @@ class DppoConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     checkpoint: CheckpointSafetyConfig = field(default_factory=CheckpointSafetyConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    max_skipped_updates: int = 3
     fp8_emulate: bool = False
     save_hf: bool = True
 

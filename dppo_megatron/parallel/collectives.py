@@ -4,7 +4,9 @@ Arrays travel as tensors on the training device (NCCL takes no others); a caller
 around one of these.
 """
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import numpy as np
@@ -81,6 +83,13 @@ def max_over(values: Tensor, axis: Axis) -> Tensor:
     return values
 
 
+def any_rank(flag: bool, axis: Axis) -> bool:
+    """Whether any rank of the axis passed true; called by, and equal on, all of its ranks."""
+    if axis.size == 1:
+        return flag
+    return bool(max_over(torch.tensor(float(flag), device=device.current()), axis).item())
+
+
 def sum_array(values: NDArray[np.float64], axis: Axis) -> NDArray[np.float64]:
     """Sum a float64 array over the axis; afterwards every rank holds the same sum."""
     if axis.size == 1:
@@ -106,6 +115,23 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     gathered: list[T | None] = [None] * axis.size
     dist.all_gather_object(gathered, value, group=axis.group)
     return gathered  # type: ignore[return-value]
+
+
+def gather_clocks(backend: str, *, timeout_seconds: float) -> list[float]:
+    """Wall clocks of all ranks after a barrier, for a group made and unmade here; called by every rank of a launch.
+
+    Raises: RuntimeError where the ranks do not meet in time.
+    """
+    place = device.current() if backend != "gloo" else torch.device("cpu")
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    try:
+        dist.barrier()
+        mine = torch.tensor(time.time(), dtype=torch.float64, device=place)
+        everybody = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everybody, mine)
+        return [float(clock) for clock in everybody]
+    finally:
+        dist.destroy_process_group()
 
 
 def barrier(axis: Axis) -> None:

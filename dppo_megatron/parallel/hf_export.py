@@ -2,88 +2,56 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from torch import Tensor
 
+from dppo_megatron.atomic_file import atomic_write_text
+from dppo_megatron.model_source import copy_companions, read_model_config
 from dppo_megatron.parallel import collectives
+from dppo_megatron.parallel.hf_files import SHARD_BYTES, plan_files, write_index
+from dppo_megatron.parallel.hf_names import model_parameters
 from dppo_megatron.parallel.policy import Policy
-
-_COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "*.jinja",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
-)
-_SHARD_BYTES = 4 * 2**30
+from dppo_megatron.parallel.safetensors_file import write_safetensors
 
 
 def save_hf(policy: Policy, directory: Path) -> None:
-    """Write weights in safetensors shards, beside the source model's config and tokenizer files.
+    """Write weights in safetensors files, beside the source model's config and tokenizer files.
 
-    Called by every rank; the first writes. The directory appears whole or not at all; one that is there is replaced.
+    Called by every rank; the first writes, one tensor at a time. The directory appears whole or not at all; one
+    that is there is replaced. config.json's type becomes that of the weights.
     """
-    writer = (
-        _ShardWriter(directory.with_name(f".{directory.name}.incomplete")) if policy.mesh.world.is_first else None
-    )
-    for name, tensor in policy.hf_weights():
-        tied_copy = name == "lm_head.weight" and policy.architecture.tied
-        if writer is not None and not tied_copy:
-            writer.add(name, tensor)
-    if writer is not None:
-        writer.finish(policy.source)
+    stream = _without_tied_copy(policy)
+    if policy.mesh.world.is_first:
+        architecture, dtype = policy.architecture, policy.model_config.params_dtype
+        table = model_parameters(architecture, tp=1)
+        files = plan_files(table, [dtype] * len(table), architecture, shard_bytes=SHARD_BYTES)
+        pending = directory.with_name(f".{directory.name}.incomplete")
+        shutil.rmtree(pending, ignore_errors=True)
+        pending.mkdir(parents=True)
+        for file in files:
+            write_safetensors(pending / file.name, file.entries, islice(stream, len(file.entries)))
+        write_index(pending, files)
+        copy_companions(policy.source, pending)
+        _set_dtype(pending, dtype)
         shutil.rmtree(directory, ignore_errors=True)
-        writer.directory.replace(directory)
+        pending.replace(directory)
+    for _ in stream:  # to its end on every rank: it is made of collectives
+        pass
     collectives.barrier(policy.mesh.world)
 
 
-class _ShardWriter:
-    """Collects tensors on the host and writes a file whenever a shard is full."""
+def _without_tied_copy(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    tied = policy.architecture.tied
+    return ((name, tensor) for name, tensor in policy.hf_weights() if not (tied and name == "lm_head.weight"))
 
-    def __init__(self, directory: Path) -> None:
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        self.directory = directory
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
-        self._total_bytes = 0
-        self._shards: list[list[str]] = []
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor."""
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > _SHARD_BYTES:
-            self._flush()
-        self._pending[name] = tensor.to("cpu", copy=True).contiguous()
-        self._pending_bytes += size
-        self._total_bytes += size
-
-    def _flush(self) -> None:
-        save_file(self._pending, self._shard_path(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append(list(self._pending))
-        self._pending, self._pending_bytes = {}, 0
-
-    def _shard_path(self, number: int) -> Path:
-        return self.directory / f"shard-{number}.safetensors"
-
-    def finish(self, source: Path) -> None:
-        """Write what is pending, give shards their final names, add the companions of the source model."""
-        self._flush()
-        if len(self._shards) == 1:
-            self._shard_path(0).rename(self.directory / "model.safetensors")
-        else:
-            weight_map = {}
-            for number, names in enumerate(self._shards):
-                file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
-                self._shard_path(number).rename(self.directory / file)
-                weight_map |= dict.fromkeys(names, file)
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            (self.directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        for pattern in _COMPANIONS:
-            for file in source.glob(pattern):
-                shutil.copy2(file, self.directory / file.name)
+def _set_dtype(directory: Path, dtype: torch.dtype) -> None:
+    config, name = dict(read_model_config(directory)), str(dtype).removeprefix("torch.")
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != name:
+        # transformers loads weights in the type that config.json states: it would round them.
+        atomic_write_text(directory / "config.json", json.dumps(config | {key: name}, indent=2) + "\n")

@@ -36,6 +36,21 @@ class Parameter:
         return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
 
 
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Transformer Engine keeps a norm in the linear that follows it; all its other names are the table's."""
+
+
+def table_name(name: str) -> str:
+    """The table's name of a parameter of either layer spec."""
+    for fused, plain in _FUSED_NORMS.items():
+        if name.endswith(f".{fused}"):
+            return name.removesuffix(fused) + plain
+    return name
+
+
 def model_parameters(architecture: Architecture, *, tp: int) -> tuple[Parameter, ...]:
     """Every parameter of the whole model, from the embedding to the output layer: the order of a weight stream.
 
@@ -79,9 +94,10 @@ def _layer_parameters(architecture: Architecture, layer: int) -> list[Parameter]
         shape: tuple[int, ...],
         tp_dim: int | None = None,
         fusion: Fusion = Fusion.PLAIN,
+        kind: str = "weight",
     ) -> Parameter:
-        full_names = tuple(f"{hugging_face}.{part}.weight" for part in hf_names)
-        return Parameter(f"{megatron}.{name}.weight", full_names, shape, tp_dim, fusion, layer)
+        full_names = tuple(f"{hugging_face}.{part}.{kind}" for part in hf_names)
+        return Parameter(f"{megatron}.{name}.{kind}", full_names, shape, tp_dim, fusion, layer)
 
     projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     rows = [
@@ -92,6 +108,8 @@ def _layer_parameters(architecture: Architecture, layer: int) -> list[Parameter]
         row("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), (2 * ffn, hidden), 0, Fusion.GATE_UP),
         row("mlp.linear_fc2", ("mlp.down_proj",), (hidden, ffn), 1),
     ]
+    if architecture.qkv_bias:
+        rows.append(row("self_attention.linear_qkv", projections, (qkv_size,), 0, Fusion.QKV, "bias"))
     if architecture.qk_norm:
         rows.append(row("self_attention.q_layernorm", ("self_attn.q_norm",), (head_dim,)))
         rows.append(row("self_attention.k_layernorm", ("self_attn.k_norm",), (head_dim,)))

@@ -1,56 +1,18 @@
 """Hugging Face weights in and out of a sharded policy: loaded slice by slice, streamed out in buckets."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from dppo_megatron import device
 from dppo_megatron.architecture import Architecture
 from dppo_megatron.parallel import collectives
-from dppo_megatron.parallel.hf_names import Fusion, Parameter, model_parameters
+from dppo_megatron.parallel.hf_fusion import to_hugging_face
+from dppo_megatron.parallel.hf_names import Parameter, model_parameters, table_name
 from dppo_megatron.parallel.mesh import Mesh
-
-
-class HfDirectory:
-    """The tensors of a local Hugging Face directory, readable by slices without loading a file whole.
-
-    Raises ValueError when the directory or its weights are missing.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            files = json.loads(index.read_text())["weight_map"]
-        elif (directory / "model.safetensors").is_file():
-            with safe_open(directory / "model.safetensors", "pt") as handle:
-                files = dict.fromkeys(handle.keys(), "model.safetensors")
-        else:
-            raise ValueError(
-                f"policy.model_name: {directory} holds no model.safetensors and no model.safetensors.index.json"
-            )
-        self._files: Mapping[str, str] = files
-        self._handles: dict[str, Any] = {}
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return frozenset(self._files)
-
-    def slice(self, name: str) -> Any:
-        """A lazily read tensor: index it to read just that part."""
-        if name not in self._files:
-            raise ValueError(f"policy.model_name: {self.directory} holds no tensor {name!r}")
-        file = self._files[name]
-        if file not in self._handles:
-            self._handles[file] = safe_open(self.directory / file, "pt")
-        return self._handles[file].get_slice(name)
+from dppo_megatron.parallel.weight_source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,72 +53,30 @@ def locate_parameters(
 
 
 def _global_name(name: str, first_layer: int) -> str:
-    prefix = "decoder.layers."
+    name, prefix = table_name(name), "decoder.layers."
     if not name.startswith(prefix):
         return name
     layer, rest = name.removeprefix(prefix).split(".", 1)
     return f"{prefix}{int(layer) + first_layer}.{rest}"
 
 
-def load_weights(parameters: StageParameters, source: HfDirectory, *, mesh: Mesh) -> None:
+def load_weights(parameters: StageParameters, source: WeightSource, *, mesh: Mesh) -> None:
     """Read this rank's shard of every parameter of its stage, and nothing else.
 
-    Raises ValueError for a tensor that is missing, left over or of a wrong shape.
+    Raises ValueError for a tensor that is missing, left over or of a wrong shape or type.
     """
-    known = {name for parameter in parameters.table for name in parameter.hf_names} | {"lm_head.weight"}
-    if unknown := sorted(source.names - known):
-        raise ValueError(f"policy.model_name: {source.directory} holds tensors of no known place: {unknown[:5]}")
+    source.check(parameters.table)
     for parameter in parameters.table:
         if parameter.name in parameters.local:
-            _load(parameter, parameters.local[parameter.name], source, parameters.architecture, mesh)
+            _load(parameter, parameters.local[parameter.name], source, mesh)
     if parameters.architecture.tied and "output_layer.weight" in parameters.local:
-        embedding = parameters.table[0]
-        _load(embedding, parameters.local["output_layer.weight"], source, parameters.architecture, mesh)
+        _load(parameters.table[0], parameters.local["output_layer.weight"], source, mesh)
 
 
-def _load(parameter: Parameter, target: Tensor, source: HfDirectory, architecture: Architecture, mesh: Mesh) -> None:
-    slices = [source.slice(name) for name in parameter.hf_names]
-    tp, rank = mesh.tp.size, mesh.tp.rank
-    if parameter.fusion is Fusion.VOCABULARY:
-        rows = parameter.shape[0] // tp
-        shard = slices[0][rank * rows : (rank + 1) * rows]
-        shard = torch.nn.functional.pad(shard, (0, 0, 0, rows - len(shard)))
-    elif parameter.fusion is Fusion.GATE_UP:
-        rows = parameter.shape[0] // 2 // tp
-        shard = torch.cat([part[rank * rows : (rank + 1) * rows] for part in slices])
-    elif parameter.fusion is Fusion.QKV:
-        shard = _qkv_shard(slices, architecture, tp, rank)
-    elif parameter.tp_dim is None:
-        shard = slices[0][:]
-    else:
-        size = parameter.shape[parameter.tp_dim] // tp
-        part = slice(rank * size, (rank + 1) * size)
-        shard = slices[0][part] if parameter.tp_dim == 0 else slices[0][:, part]
-    if tuple(shard.shape) != tuple(target.shape):
-        raise ValueError(
-            f"policy.model_name: {', '.join(parameter.hf_names)} give a shard of shape {tuple(shard.shape)}, "
-            f"the model's {parameter.name} has {tuple(target.shape)}"
-        )
+def _load(parameter: Parameter, target: Tensor, source: WeightSource, mesh: Mesh) -> None:
+    shard = source.shard(parameter, tp=mesh.tp.size, rank=mesh.tp.rank)
+    assert shard.shape == target.shape, parameter.name
     target.copy_(shard)
-
-
-def _qkv_shard(slices: list[Any], architecture: Architecture, tp: int, rank: int) -> Tensor:
-    groups, head_dim = architecture.num_key_value_heads, architecture.head_dim
-    per_group = architecture.num_attention_heads // groups
-    if groups % tp:
-        # A shard ends within a group: read whole groups and cut.
-        full = _fuse_qkv(*(part[:] for part in slices), groups=groups, head_dim=head_dim)
-        return full.chunk(tp)[rank]
-    mine = groups // tp
-    sizes = (mine * per_group * head_dim, mine * head_dim, mine * head_dim)
-    query, key, value = (part[rank * size : (rank + 1) * size] for part, size in zip(slices, sizes, strict=True))
-    return _fuse_qkv(query, key, value, groups=mine, head_dim=head_dim)
-
-
-def _fuse_qkv(query: Tensor, key: Tensor, value: Tensor, *, groups: int, head_dim: int) -> Tensor:
-    hidden = query.size(1)
-    parts = [part.reshape(groups, -1, head_dim, hidden) for part in (query, key, value)]
-    return torch.cat(parts, 1).reshape(-1, hidden)
 
 
 def stream_weights(parameters: StageParameters, *, mesh: Mesh, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
@@ -176,7 +96,7 @@ def stream_weights(parameters: StageParameters, *, mesh: Mesh, bucket_bytes: int
             shards = list(_gather_bucket(parameters, rows, sum(sizes), stage, mesh).split(sizes, 1))
         for row, shard in zip(rows, shards, strict=True):
             local = shard.view(mesh.tp.size, *row.local_shape(mesh.tp.size))
-            yield from _to_hugging_face(row, local, parameters.architecture)
+            yield from to_hugging_face(row, local, parameters.architecture)
     if parameters.architecture.tied:
         # vLLM on CPUs keeps a packed copy of a tied output layer: it must be told as well.
         yield from stream_embedding(parameters, mesh=mesh)
@@ -189,7 +109,7 @@ def stream_embedding(parameters: StageParameters, *, mesh: Mesh) -> Iterator[tup
         local = parameters.local[row.name][None]
     else:
         local = _gather_bucket(parameters, [row], _numel(shape), 0, mesh).view(mesh.tp.size, *shape)
-    for _, tensor in _to_hugging_face(row, local, parameters.architecture):
+    for _, tensor in to_hugging_face(row, local, parameters.architecture):
         yield "lm_head.weight", tensor
 
 
@@ -221,25 +141,3 @@ def _gather_bucket(parameters: StageParameters, rows: list[Parameter], size: int
     else:
         gathered = torch.empty(mesh.tp.size, size, dtype=example.dtype, device=device.current())
     return collectives.broadcast(gathered.contiguous(), mesh.pp, source=stage)
-
-
-def _to_hugging_face(
-    parameter: Parameter, shards: Tensor, architecture: Architecture
-) -> Iterator[tuple[str, Tensor]]:
-    """Undo sharding and fusion; shards: [TP, *local shape]."""
-    names = parameter.hf_names
-    if parameter.fusion is Fusion.QKV:
-        groups, head_dim = architecture.num_key_value_heads, architecture.head_dim
-        per_group = architecture.num_attention_heads // groups
-        fused = shards.reshape(groups, per_group + 2, head_dim, -1)
-        for name, part in zip(names, fused.split([per_group, 1, 1], 1), strict=True):
-            yield name, part.reshape(-1, architecture.hidden_size)
-    elif parameter.fusion is Fusion.GATE_UP:
-        for name, part in zip(names, shards.chunk(2, 1), strict=True):
-            yield name, part.reshape(-1, architecture.hidden_size)
-    elif parameter.fusion is Fusion.VOCABULARY:
-        yield names[0], shards.flatten(0, 1)[: architecture.vocab_size]
-    elif parameter.tp_dim is None:
-        yield names[0], shards[0]
-    else:
-        yield names[0], torch.cat(shards.unbind(0), parameter.tp_dim)

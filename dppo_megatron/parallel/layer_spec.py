@@ -81,9 +81,7 @@ class PackedAttention(MegatronModule):
         row = packed_seq_params
         if not isinstance(row, RowLayout):
             raise ValueError(f"attention takes packed rows only: packed_seq_params is {type(row).__name__}")
-        assert row.cosines is not None
-        assert row.sines is not None
-        query, key = (_rotate(part, cosines=row.cosines, sines=row.sines) for part in (query, key))
+        query, key = rotate(query, row), rotate(key, row)
         if row.order is not None:
             key, value = (self._gather(part).index_select(0, row.order) for part in (key, value))
         key_tokens = [batch.keys.num_tokens for batch in row.batches]
@@ -115,24 +113,26 @@ class PackedAttention(MegatronModule):
         return out.transpose(1, 2)
 
 
-def _rotate(heads: Tensor, *, cosines: Tensor, sines: Tensor) -> Tensor:
+def rotate(heads: Tensor, row: RowLayout) -> Tensor:
     """Rotate [T, heads, d] by the angles of its tokens, in the halves' order of Hugging Face's models."""
+    assert row.cosines is not None
+    assert row.sines is not None
     first, second = heads.chunk(2, dim=-1)
-    cosines, sines = cosines.to(heads.dtype), sines.to(heads.dtype)
+    cosines, sines = row.cosines.to(heads.dtype), row.sines.to(heads.dtype)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 
 
 def local_block_spec(config: TransformerConfig, *, num_layers: int) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, without Transformer Engine."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    _replace_norms_and_attention(layer)
+    _replace_norms_and_attention(layer, qk_norm=config.qk_layernorm)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RmsNorm)  # type: ignore[arg-type]
 
 
-def _replace_norms_and_attention(layer: ModuleSpec) -> None:
+def _replace_norms_and_attention(layer: ModuleSpec, *, qk_norm: bool) -> None:
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    if attention.q_layernorm is not None:
+    if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm

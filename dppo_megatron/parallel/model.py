@@ -5,10 +5,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dppo_megatron import device
 from dppo_megatron.architecture import Architecture
+from dppo_megatron.config.fp8 import Fp8Config
 from dppo_megatron.config.schema import MegatronConfig
 from dppo_megatron.parallel.layer_spec import local_block_spec
 from dppo_megatron.parallel.mesh import Mesh
@@ -39,6 +41,7 @@ def transformer_config(architecture: Architecture, megatron: MegatronConfig, *, 
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -67,14 +70,45 @@ def transformer_config(architecture: Architecture, megatron: MegatronConfig, *, 
         gradient_accumulation_fusion=False,
         persist_layer_norm=gpu,
         **recompute,
+        **_fp8_settings(megatron.fp8_cfg),
     )
+
+
+def _fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
+    if not fp8.enabled:
+        return {}
+    return {
+        "fp8": fp8.fp8,
+        "fp8_recipe": fp8.fp8_recipe,
+        "fp8_param": fp8.fp8_param,
+        "first_last_layers_bf16": fp8.first_last_layers_bf16,
+        "num_layers_at_start_in_bf16": fp8.num_layers_at_start_in_bf16 if fp8.first_last_layers_bf16 else 0,
+        "num_layers_at_end_in_bf16": fp8.num_layers_at_end_in_bf16 if fp8.first_last_layers_bf16 else 0,
+    }
+
+
+def block_spec(config: TransformerConfig, *, num_layers: int) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage: Transformer Engine's where it can run, else plain torch.
+
+    Raises: ValueError for FP8 without Transformer Engine.
+    """
+    if device.has_transformer_engine():
+        from dppo_megatron.parallel.te_layer_spec import te_block_spec
+
+        return te_block_spec(config, num_layers=num_layers)
+    if config.fp8:
+        raise ValueError(
+            "policy.megatron_cfg.fp8_cfg.enabled = True: needs a GPU and Transformer Engine (pip install "
+            "transformer-engine[pytorch]); `dppo doctor` says what is missing"
+        )
+    return local_block_spec(config, num_layers=num_layers)
 
 
 def build_model(architecture: Architecture, config: TransformerConfig, *, mesh: Mesh, num_layers: int) -> GPTModel:
     """This rank's chunk, its parameters not yet given values; ``num_layers`` of them on this stage."""
     return GPTModel(
         config=config,
-        transformer_layer_spec=local_block_spec(config, num_layers=num_layers),  # type: ignore[arg-type]
+        transformer_layer_spec=block_spec(config, num_layers=num_layers),  # type: ignore[arg-type]
         vocab_size=architecture.padded_vocab_size(mesh.tp.size),
         max_sequence_length=architecture.max_positions,
         pre_process=mesh.pp.is_first,

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +23,10 @@ from dppo_megatron.parallel.logprobs import label_logprobs
 from dppo_megatron.parallel.mesh import Mesh
 from dppo_megatron.parallel.model import build_model, transformer_config
 from dppo_megatron.parallel.optimizer import build_optimizer, data_parallel_config
+from dppo_megatron.parallel.regrouping import Regrouping
 from dppo_megatron.parallel.rotary import rotary_frequencies
 from dppo_megatron.parallel.row_layout import row_layout
+from dppo_megatron.parallel.weight_source import open_source
 from dppo_megatron.plan import layers_of_stages
 
 logger = logging.getLogger(__name__)
@@ -49,7 +52,7 @@ class Policy:
             self.model_config = transformer_config(architecture, megatron, precision=config.precision)
             chunk = build_model(architecture, self.model_config, mesh=mesh, num_layers=len(stages[mesh.pp.rank]))
             located = hf_weights.locate_parameters(chunk, architecture, mesh=mesh, stages=stages)
-            hf_weights.load_weights(located, hf_weights.HfDirectory(source), mesh=mesh)
+            hf_weights.load_weights(located, open_source(source, architecture), mesh=mesh)
             self.model = DistributedDataParallel(
                 config=self.model_config,
                 ddp_config=data_parallel_config(megatron),
@@ -109,24 +112,35 @@ class Policy:
             exchange()
 
     def attach_logprobs(
-        self, rows: Sequence[PackedRow], *, old: bool, reference: Reference | None, temperature: float
+        self,
+        rows: Sequence[PackedRow],
+        *,
+        old: bool,
+        reference: Reference | None,
+        temperature: float,
+        regrouping: Regrouping | None = None,
     ) -> list[PackedRow]:
         """Give rows the log-probs of the present policy (``old``) and of the reference, where wanted.
 
         They are known on the last pipeline stage, where the loss is; elsewhere the rows come back as they were.
+        regrouping: of these rows, for passes under a cap of their own; None runs them as they are.
         """
         rows = list(rows)
         if old:
-            rows = self._attach(rows, "old_logprobs", temperature)
+            rows = self._attach(rows, "old_logprobs", temperature, regrouping)
         if reference is not None:
             with self._with_weights_of(reference):
-                rows = self._attach(rows, "reference_logprobs", temperature)
+                rows = self._attach(rows, "reference_logprobs", temperature, regrouping)
         return rows
 
-    def _attach(self, rows: list[PackedRow], field: str, temperature: float) -> list[PackedRow]:
-        logprobs = self.logprobs(rows, temperature=temperature)
+    def _attach(
+        self, rows: list[PackedRow], field: str, temperature: float, regrouping: Regrouping | None
+    ) -> list[PackedRow]:
+        logprobs = self.logprobs(rows if regrouping is None else regrouping.rows, temperature=temperature)
         if not self.mesh.pp.is_last:
             return rows
+        if regrouping is not None:
+            logprobs = regrouping.to_training_rows(logprobs)
         return [replace(row, **{field: values}) for row, values in zip(rows, logprobs, strict=True)]
 
     @torch.no_grad()
@@ -154,26 +168,41 @@ class Policy:
     ) -> TrainStats:
         """One optimizer step on the rows of this data-parallel rank.
 
-        Minimises (sum of all ranks' row losses) / denominator. Equal statistics on every rank.
+        Minimises (sum of all ranks' row losses) / denominator. Equal statistics on every rank. Where the loss or a
+        gradient of any rank is not finite, no rank steps: parameters, optimizer and schedule stay as they were.
         """
 
         sums = self._backward(
             rows, loss=loss, denominator=denominator, temperature=temperature, force_all_reduce=False
         )
         learning_rate = self.optimizer.param_groups[0]["lr"]
+        objective, num_tokens, *metrics = self._total(sums, width=2 + len(loss.metric_names)).tolist()
+        is_finite = math.isfinite(objective) and self._has_finite_gradients()
+        skipped = collectives.any_rank(not is_finite, self.mesh.world)
+        grad_norm = math.nan if skipped else self._step()
+        return TrainStats(
+            loss=objective,
+            grad_norm=grad_norm,
+            learning_rate=float(learning_rate),
+            num_tokens=int(num_tokens),
+            metrics=tuple(zip(loss.metric_names, (value / max(num_tokens, 1) for value in metrics), strict=True)),
+            skipped=skipped,
+        )
+
+    def _step(self) -> float:
+        """Clip, let the optimizer step, advance the schedule; returns the gradient's norm before clipping."""
         with device.megatron_calls():
             outcome: Any = self.optimizer.step()
             updated, grad_norm, _ = outcome
             self.continue_schedule(self.num_updates + 1)
         assert updated, "a skipped step: loss scaling is not used"
-        objective, num_tokens, *metrics = self._total(sums, width=2 + len(loss.metric_names)).tolist()
-        return TrainStats(
-            loss=objective,
-            grad_norm=float(grad_norm or 0.0),
-            learning_rate=float(learning_rate),
-            num_tokens=int(num_tokens),
-            metrics=tuple(zip(loss.metric_names, (value / max(num_tokens, 1) for value in metrics), strict=True)),
-        )
+        return float(grad_norm or 0.0)
+
+    def _has_finite_gradients(self) -> bool:
+        # After the reduction: a value that is not finite on any data-parallel rank shows where its sum lies.
+        buffers: Any = self.model.buffers  # megatron-core's attribute hides torch's method of that name
+        norms = [torch.linalg.vector_norm(buffer.grad_data, ord=math.inf) for buffer in buffers]
+        return bool(torch.isfinite(torch.stack(norms)).all())
 
     def gradients(
         self, rows: Sequence[PackedRow], *, loss: TokenLoss, denominator: float, temperature: float

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dppo_megatron import device
@@ -46,7 +45,7 @@ class Padding:
         if num_tokens == len(lengths) * longest:
             return cls(num_tokens, shape, None, None)
         real = np.flatnonzero(np.arange(longest) < lengths[:, None])
-        return cls(num_tokens, shape, _to_device(_padded_places(lengths).ravel()), _to_device(real))
+        return cls(num_tokens, shape, device.upload(_padded_places(lengths).ravel()), device.upload(real))
 
     def pad(self, tokens: Tensor) -> Tensor:
         """[num_tokens, ...] to [S, longest, ...]; what reaches padded places on the way back is dropped: zeros."""
@@ -112,7 +111,7 @@ def row_layout(row: PackedRow, *, frequencies: Tensor, width: int, cp: Axis) -> 
     angles = row.positions.float()[:, None, None] * frequencies
     order = None
     if cp.size > 1:
-        order = _to_device(zigzag_positions(lengths, cp.size).argsort(axis=None))
+        order = device.upload(zigzag_positions(lengths, cp.size).argsort(axis=None))
     return RowLayout(
         qkv_format="thd",
         cu_seqlens_q=row.cu_seqlens,
@@ -149,13 +148,9 @@ def _mask(lengths: IntArray, *, cp_size: int, cp_rank: int) -> Tensor:
     starts = lengths.cumsum() - lengths
     places = _padded_places(lengths // cp_size)
     queries = zigzag_positions(lengths, cp_size)[cp_rank][places] - starts[:, None]
-    return _to_device(queries[:, None, :, None] >= np.arange(lengths.max()))
+    return device.upload(queries[:, None, :, None] >= np.arange(lengths.max()))
 
 
 def _padded_places(lengths: IntArray) -> IntArray:
     steps = np.arange(lengths.max())
     return (lengths.cumsum() - lengths)[:, None] + np.where(steps < lengths[:, None], steps, 0)
-
-
-def _to_device(array: NDArray[np.generic]) -> Tensor:
-    return device.pin(torch.from_numpy(array)).to(device.current(), non_blocking=True)

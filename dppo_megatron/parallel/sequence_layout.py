@@ -8,7 +8,6 @@ levels causal attention.
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dppo_megatron import device
@@ -62,27 +61,24 @@ def lay_out_row(
     row_length = int(padded.sum())
 
     token_ids = np.zeros(row_length, np.int64)
-    token_ids[_places(starts, prompt_lengths)] = sequences.prompts.values
-    token_ids[_places(starts + prompt_lengths, completion_lengths)] = sequences.completions.values
+    token_ids[runs(starts, prompt_lengths)] = sequences.prompts.values
+    token_ids[runs(starts + prompt_lengths, completion_lengths)] = sequences.completions.values
     labels = np.zeros(row_length, np.int64)
-    labelled = _places(starts, np.maximum(lengths - 1, 0))
+    labelled = runs(starts, np.maximum(lengths - 1, 0))
     labels[labelled] = token_ids[labelled + 1]
 
-    actions = _places(starts + prompt_lengths - 1, completion_lengths)
+    actions = runs(starts + prompt_lengths - 1, completion_lengths)
     per_token = np.zeros((3, row_length), np.float32)
     per_token[0, actions] = np.repeat(sequences.coefficients, completion_lengths)
     per_token[1, actions] = np.repeat(sequences.advantages, completion_lengths)
     per_token[2, actions] = sequences.sampled_logprobs
     positions = np.arange(row_length) - np.repeat(padded.cumsum() - padded, padded)
 
-    integers = torch.from_numpy(np.stack([token_ids, labels, positions]))
-    floats = torch.from_numpy(per_token)
+    integers, floats = np.stack([token_ids, labels, positions]), per_token
     if cp_size > 1:
-        mine = torch.from_numpy(zigzag_positions(padded, cp_size)[cp_rank])
+        mine = zigzag_positions(padded, cp_size)[cp_rank]
         integers, floats = integers[:, mine], floats[:, mine]
-    bounds = torch.from_numpy(np.concatenate([[0], padded.cumsum()]).astype(np.int32))
-    target = device.current()
-    integers, floats, bounds = (device.pin(part).to(target, non_blocking=True) for part in (integers, floats, bounds))
+    integers, floats = (device.upload(part) for part in (integers, floats))
     return PackedRow(
         token_ids=integers[0],
         labels=integers[1],
@@ -90,13 +86,13 @@ def lay_out_row(
         coefficients=floats[0],
         advantages=floats[1],
         sampled_logprobs=floats[2],
-        cu_seqlens=bounds,
+        cu_seqlens=device.upload(np.append(0, padded.cumsum()).astype(np.int32)),
         sequence_lengths=padded,
         num_sequences=len(lengths),
     )
 
 
-def _places(starts: IntArray, lengths: IntArray) -> IntArray:
+def runs(starts: IntArray, lengths: IntArray) -> IntArray:
     """Indices of the runs [start, start + length), concatenated."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0

@@ -21,7 +21,8 @@ class PackingReport:
     """How dense and how even a plan is, for the step's log.
 
     num_rows: rows of each data-parallel rank. tokens, sequence_padding, row_padding: tokens of all rows.
-    density: tokens over tokens and padding. fill: tokens over rows times capacity.
+    density: tokens over tokens and padding. fill: tokens over rows times capacity. packed_fill: the same before
+    sharing, which adds rows until all ranks have equally many.
     token_imbalance, attention_imbalance: most over mean of the ranks' padded tokens and of their sum of
     squared padded lengths; 1 is level.
     """
@@ -32,6 +33,7 @@ class PackingReport:
     row_padding: int
     density: float
     fill: float
+    packed_fill: float
     token_imbalance: float
     attention_imbalance: float
 
@@ -131,6 +133,7 @@ def report_packing(plan: RowPlan, *, lengths: IntArray, capacity: int) -> Packin
         row_padding=total - int(padded.sum()),
         density=tokens / total,
         fill=tokens / (padded_rows.size * capacity),
+        packed_fill=tokens / (max(plan.num_packed, 1) * capacity),
         token_imbalance=_most_over_mean(padded_rows.sum(axis=1)),
         attention_imbalance=_most_over_mean(squares),
     )

@@ -1,7 +1,7 @@
 """Recorded samples: one schema for people, for reports and for training again without an engine."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -143,8 +143,14 @@ def read_samples(path: Path) -> list[Sample]:
 
     Raises: ValueError with file and line for a line that is not a sample. OSError for a file not readable.
     """
+    return list(iterate_samples(path))
+
+
+def iterate_samples(path: Path) -> Iterator[Sample]:
+    """The same one by one, for readers who stop early or keep little."""
     with path.open(encoding="utf-8") as file:
-        return [_parse(line, where=f"{path}:{number}") for number, line in enumerate(file, start=1)]
+        for number, line in enumerate(file, start=1):
+            yield _parse(line, where=f"{path}:{number}")
 
 
 def _parse(line: str, *, where: str) -> Sample:

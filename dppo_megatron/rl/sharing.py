@@ -71,6 +71,7 @@ def share(bins: Bins, *, dp_size: int, num_rows_multiple: int = 1, attention_wei
         rows=tuple(tuple(rows[rank * num_rows : (rank + 1) * num_rows]) for rank in range(dp_size)),
         sequence_multiple=bins.limits.sequence_multiple,
         row_multiple=bins.limits.row_multiple,
+        num_packed=bins.num_bins,
     )
 
 

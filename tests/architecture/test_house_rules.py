@@ -21,6 +21,7 @@ BASE = {
     "metric_names",
     "ownership",
     "plan",
+    "model_source",
     "stage_clock",
 }
 ALLOWED = {

@@ -121,6 +121,7 @@ def test_the_row_cap_must_hold_the_longest_sequence_as_padded(tmp_path: Path) ->
         "policy.megatron_cfg.context_parallel_size=3",
         "cluster.gpus_per_node=3",
         "policy.sequence_packing.train_mb_tokens=515",
+        "policy.sequence_packing.logprob_mb_tokens=516",
     )
     (line,) = refused(load(tmp_path, *overrides))
     assert "516 tokens when padded to a multiple of 6" in line
@@ -213,4 +214,28 @@ def test_an_engine_that_does_not_fit_is_refused_where_it_is_used(tmp_path: Path,
     assert not refused(load(tmp_path, *overrides))
     (line,) = refused(load(tmp_path, *overrides, "dppo.enabled=false", "dppo.rollout.engine=vllm"))
     assert line.startswith(override.partition("=")[0])
+    assert reason in line
+
+
+FP8 = "policy.megatron_cfg.fp8_cfg"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "reason"),
+    [
+        ([f"{FP8}.fp8_param=true"], f"{FP8}.fp8_param", "enabled: true"),
+        ([f"{FP8}.enabled=true", "policy.precision=float32"], f"{FP8}.enabled", "bfloat16"),
+        (
+            [f"{FP8}.enabled=true", f"{FP8}.fp8_recipe=delayed", f"{FP8}.first_last_layers_bf16=true"],
+            f"{FP8}.first_last_layers_bf16",
+            "delayed",
+        ),
+        (["checkpointing.checkpoint_must_save_by=4h"], "checkpointing.checkpoint_must_save_by", "DD:HH:MM:SS"),
+    ],
+)
+def test_settings_of_fp8_and_time_that_cannot_be_are_refused(
+    tmp_path: Path, overrides: list[str], key: str, reason: str
+) -> None:
+    (line,) = refused(load(tmp_path, *overrides))
+    assert line.startswith(f"{key} = ")
     assert reason in line

@@ -6,6 +6,7 @@ argv: configuration file, overrides. Exits with an error where a rank does not l
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from dppo_megatron.rl.generator import Generator
 from dppo_megatron.run_log import SilentLog
 from dppo_megatron.run_setup import read_inputs, set_up
 from dppo_megatron.stages import EngineError
+from dppo_megatron.stop_request import StopRequest
 from dppo_megatron.train import train
+from dppo_megatron.watchdog import Watchdog
 
 FATAL_STEP = 3
 
@@ -55,13 +58,15 @@ def main() -> None:
     loaded = load_config(sys.argv[1], sys.argv[2:])
     layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg)
     asked: list[dict[int, list[int]]] = []
+    stop = StopRequest(must_save_by_seconds=None)
+    watchdog = Watchdog(loaded.config.dppo.watchdog, directory=Path(loaded.config.logger.log_dir), rank=rank)
     for first_step, fails in ((0, rank == 1), (FATAL_STEP, False)):
-        with open_mesh(layout, seed=0) as mesh, set_up(loaded, read_inputs(loaded.config), mesh) as run:
+        with open_mesh(layout, seed=0) as mesh, set_up(loaded, read_inputs(loaded.config), mesh, stop=stop) as run:
             assert run.first_step == first_step, run.first_step
             generator = FailingGenerator(run.generator, fails=fails)
             message = ""
             try:
-                train(replace(run, generator=generator), SilentLog())
+                train(replace(run, generator=generator), SilentLog(), watchdog)
             except EngineError as error:
                 message = str(error)
             assert message == ("" if first_step else "rank 1: vLLM failed; unfinished requests: 7.0.1"), message

@@ -56,7 +56,10 @@ def lines(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, launch) ->
     result = {}
     for name in RUNS:
         read = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
-        result[name] = [{key: value for key, value in one.items() if not key.startswith("timing/")} for one in read]
+        result[name] = [
+            {key: value for key, value in one.items() if not key.startswith(("timing/", "performance/"))}
+            for one in read
+        ]
     return result
 
 

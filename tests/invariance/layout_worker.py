@@ -46,33 +46,42 @@ def layout_of(megatron: MegatronConfig, world_size: int) -> Layout:
     return Layout(tp=tp, pp=pp, cp=cp, dp=world_size // (tp * pp * cp), sequence_parallel=megatron.sequence_parallel)
 
 
+def deal_evenly(num_sequences: int, layout: Layout) -> RowPlan:
+    """Three rows a data-parallel rank, sequences dealt in turn; the last rank's last row stays empty."""
+    num_rows = 3 * layout.dp
+    bins = [np.arange(start, num_sequences, num_rows - 1) for start in range(num_rows - 1)]
+    bins.append(np.zeros(0, np.int64))
+    return _plan(tuple(tuple(bins[3 * rank : 3 * rank + 3]) for rank in range(layout.dp)), layout)
+
+
+def _plan(rows: tuple[tuple[np.ndarray, ...], ...], layout: Layout) -> RowPlan:
+    multiples = padding_multiples(layout)
+    return RowPlan(
+        rows=rows, sequence_multiple=multiples.sequence, row_multiple=multiples.row, num_packed=sum(map(len, rows))
+    )
+
+
 def deal_rows(step: ToyStep, layout: Layout, deal: Deal) -> RowPlan:
-    """Three rows a data-parallel rank, dealt in turn, the last rank's last row empty; or as ``deal`` says."""
+    """The kept sequences in rows, as a case says."""
     multiples, num_sequences = padding_multiples(layout), len(step.plan)
+    if deal == "evenly":
+        return deal_evenly(num_sequences, layout)
     if deal == "full_row":
-        capacity = -(-int(step.plan.lengths.max()) // multiples.row) * multiples.row
         return plan_rows(
             step.plan.lengths,
             config=SequencePackingConfig(),
             window=None,
-            capacity=capacity,
+            capacity=-(-int(step.plan.lengths.max()) // multiples.row) * multiples.row,
             sequence_multiple=multiples.sequence,
             row_multiple=multiples.row,
             dp_size=layout.dp,
         )
-    if deal == "evenly":
-        num_rows = 3 * layout.dp
-        bins = [np.arange(start, num_sequences, num_rows - 1) for start in range(num_rows - 1)]
-        bins.append(np.zeros(0, np.int64))
-        rows = tuple(tuple(bins[3 * rank : 3 * rank + 3]) for rank in range(layout.dp))
-    else:
-        nothing, last = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        if deal == "single_token":
-            last = np.flatnonzero(step.plan.completion_lengths == 1)[:1]
-            assert len(last) == 1
-        rest = np.setdiff1d(np.arange(num_sequences), last)
-        rows = ((rest[::2], rest[1::2]), (nothing, last))
-    return RowPlan(rows=rows, sequence_multiple=multiples.sequence, row_multiple=multiples.row)
+    nothing, last = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    if deal == "single_token":
+        last = np.flatnonzero(step.plan.completion_lengths == 1)[:1]
+        assert len(last) == 1
+    rest = np.setdiff1d(np.arange(num_sequences), last)
+    return _plan(((rest[::2], rest[1::2]), (nothing, last)), layout)
 
 
 def run_case(case: Case, models: Path, output: Path) -> None:
@@ -152,11 +161,23 @@ def take_steps(policy: Policy, mesh: Mesh, layout: Layout, step: ToyStep, deal: 
     for number in range(NUM_STEPS):
         results[f"logprobs.{number}"] = token_logprobs(policy, rows, plan, step, mesh)
         rows = policy.attach_logprobs(rows, old=False, reference=reference, temperature=TEMPERATURE)
+        # Between the steps, and skipped: everything that is compared is as if it had not been.
+        poisoned = poison(rows, mesh)
+        skipped = policy.update(poisoned, loss=loss, denominator=step.plan.denominator, temperature=TEMPERATURE)
+        assert skipped.skipped, f"rank {mesh.world.rank} did not skip the update"
         stats = policy.update(rows, loss=loss, denominator=step.plan.denominator, temperature=TEMPERATURE)
+        assert not stats.skipped
         results["tokens"] = torch.tensor(stats.num_tokens)
         results[f"loss.{number}"] = torch.tensor(stats.loss, dtype=torch.float64)
         results[f"grad_norm.{number}"] = torch.tensor(stats.grad_norm, dtype=torch.float64)
     return results
+
+
+def poison(rows: Sequence[PackedRow], mesh: Mesh) -> list[PackedRow]:
+    """The same rows, but one of the last data-parallel rank has infinite advantages."""
+    if mesh.dp.is_last:
+        return [replace(rows[0], advantages=rows[0].advantages * float("inf")), *rows[1:]]
+    return list(rows)
 
 
 def gathered_scores(step: ToyStep, mesh: Mesh) -> ScoredBatch:

@@ -37,4 +37,7 @@ def write_prompts(model: Path, directory: Path) -> None:
 def metrics(run: Path) -> list[dict[str, float]]:
     """What metrics.jsonl says, without what a clock says."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("timing/")} for line in lines]
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("timing/", "performance/"))}
+        for line in lines
+    ]

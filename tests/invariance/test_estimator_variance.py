@@ -82,6 +82,7 @@ def scores_of(num_prompts: int, group: int) -> tuple[PromptBatch, ScoredBatch]:
 def block_gradients(model_directory: Path, scores: ScoredBatch) -> dict[str, FloatArray]:
     """Gradient of each sequence's clipped term by parameter block, float64 [N, size]."""
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="eager")
+    parameters = dict(model.named_parameters())
     rng, rows = np.random.default_rng(6), []
     for sequence, advantage in enumerate(scores.advantages.tolist()):
         prompt = scores.prompts.tokens[sequence // scores.num_generations]
@@ -91,9 +92,9 @@ def block_gradients(model_directory: Path, scores: ScoredBatch) -> dict[str, Flo
         now = torch.log_softmax(logits, -1).gather(1, ids[len(prompt) :, None]).squeeze(1)
         ratio = (now - now.detach() + torch.tensor(rng.normal(0, 0.3, len(completion)))).exp()
         term = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        rows.append([gradient.double().flatten().numpy() for gradient in torch.autograd.grad(term, parameters)])
-    return {name: np.stack([row[k] for row in rows]) for k, name in enumerate(names)}
+        gradients = torch.autograd.grad(term, list(parameters.values()))
+        rows.append([gradient.double().flatten().numpy() for gradient in gradients])
+    return {name: np.stack([row[k] for row in rows]) for k, name in enumerate(parameters)}
 
 
 def test_over_20000_draws_the_mean_gradient_of_a_real_model_is_the_full_one(tiny_model: Path) -> None:

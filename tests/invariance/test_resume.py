@@ -19,7 +19,7 @@ from dppo_megatron.checkpoint_files import find_checkpoints
 
 SHARDED = ("policy.megatron_cfg.optimizer.use_distributed_optimizer=true",)
 TP2 = ("cluster.gpus_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
-DP2 = ("cluster.gpus_per_node=2", *SHARDED)
+DP2 = ("cluster.gpus_per_node=2",)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,10 @@ def root(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, launch) -> 
     second = [
         *jobs("tp2_then_dp2", 4, extra=(*replayed, *TP2)),
         *jobs("tp2_then_dp2", 6, extra=(*replayed, *DP2)),
-        *jobs("dp2_then_one", 4, extra=(*replayed, *DP2)),
+        *jobs("dp2_then_one", 4, extra=(*replayed, *DP2, *SHARDED)),
     ]
     launch(WORKER, json.dumps(second), num_processes=2)
-    launch(WORKER, json.dumps(jobs("dp2_then_one", 6, extra=replayed)), num_processes=1)
+    launch(WORKER, json.dumps(jobs("dp2_then_one", 6, extra=(*replayed, *SHARDED))), num_processes=1)
     return root
 
 
@@ -62,6 +62,7 @@ def test_a_run_resumed_on_another_layout_is_the_same_run_up_to_rounding(name: st
     # Both replay the whole run's samples: what differs is arithmetic alone.
     ours, theirs = metrics(root / name), metrics(root / "whole")
     assert len(ours) == len(theirs) == 6
+    assert [start["first_step"] for start in starts_of(root / name)] == [0, 4]
     for key in (metric_names.LOSS, metric_names.GRAD_NORM):
         np.testing.assert_allclose([line[key] for line in ours], [line[key] for line in theirs], rtol=1e-3, atol=1e-5)
     mine, other = (load_file(root / run / "hf" / "model.safetensors") for run in (name, "whole"))
@@ -102,6 +103,11 @@ def train(command: list[str], *, largest_file: int | None = None) -> subprocess.
     )
 
 
+def starts_of(run: Path) -> list[dict[str, int]]:
+    """What provenance.json says of the run's starts."""
+    return json.loads((run / "provenance.json").read_text())["starts"]
+
+
 def copy_of(run: Path, name: str) -> Path:
     """A copy of a run to spoil."""
     shutil.copytree(run, run.with_name(name))
@@ -137,8 +143,7 @@ def test_a_damaged_checkpoint_is_set_aside_loudly_and_the_one_before_it_used(roo
     assert (run / "checkpoints" / "damaged_step_6").is_dir()
     # Steps 5 and 6 were taken again, and came out as before.
     assert metrics(run) == metrics(root / "whole")
-    starts = json.loads((run / "provenance.json").read_text())["starts"]
-    assert starts[-1]["first_step"] == 4
+    assert starts_of(run)[-1]["first_step"] == 4
 
 
 @pytest.mark.parametrize("on_write_error", ["stop", "continue"])

@@ -121,7 +121,8 @@ class ToyPolicy:
             advantages=torch.as_tensor(advantages, dtype=torch.float64).repeat_interleave(lengths),
             sampled_logprobs=torch.cat([part.sampled for part in parts]),
             cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int(),
-            max_seqlen=int(lengths.max()),
+            sequence_lengths=lengths.numpy(),
+            num_sequences=len(lengths),
             old_logprobs=torch.cat([part.old for part in parts]),
             reference_logprobs=torch.cat([part.reference for part in parts]),
         )

@@ -77,7 +77,8 @@ def make_case(seed: int = 0) -> Case:
         advantages=as_tensor(spread(ADVANTAGES)),
         sampled_logprobs=as_tensor(sampled),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-        max_seqlen=6,
+        sequence_lengths=np.diff(bounds),
+        num_sequences=len(LENGTHS),
         old_logprobs=as_tensor(old),
         reference_logprobs=as_tensor(reference),
     )

@@ -314,6 +314,7 @@ def test_padding_is_reported_by_its_cause() -> None:
         rows=((np.array([0, 1]), np.array([2])), (np.array([3]), np.array([], np.int64))),
         sequence_multiple=4,
         row_multiple=16,
+        num_packed=3,
     )
     # Padded sequences 8 12 16 4; rows of 32 (20 + 12), 16 | 16 (4 + 12), 16 (an empty row).
     report = report_packing(plan, lengths=np.array([5, 12, 13, 4]), capacity=32)
@@ -322,6 +323,7 @@ def test_padding_is_reported_by_its_cause() -> None:
     assert (report.sequence_padding, report.row_padding) == (6, 40)
     assert report.density == 34 / 80
     assert report.fill == 34 / (4 * 32)
+    assert report.packed_fill == 34 / (3 * 32)
     assert report.token_imbalance == 48 / 40
     assert report.attention_imbalance == (64 + 144 + 256) / ((64 + 144 + 256 + 16) / 2)
 

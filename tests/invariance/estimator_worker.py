@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from layout_worker import LAYOUTS, deal_rows, gathered_scores, layout_of
+from layout_worker import deal_evenly, gathered_scores, layout_of
+from matrix import LAYOUTS
 from safetensors.torch import save_file
-from toy_step import TEMPERATURE, ToyStep, make_step, policy_config, share_of
+from toy_step import TEMPERATURE, ToyStep, make_step, megatron_config, policy_config, share_of
 from transformers import AutoConfig
 
 from dppo_megatron import device
@@ -87,7 +88,7 @@ def minibatches(step: ToyStep) -> tuple[PrunedBatch, PrunedBatch]:
 def second_gradient(name: str, model: Path) -> dict[str, torch.Tensor]:
     """Update on the first mini-batch, then the gradient of the second, both under the first's old log-probs."""
     case = CASES[name]
-    megatron = LAYOUTS[case.layout]
+    megatron = megatron_config(**LAYOUTS[case.layout][1])
     layout = layout_of(megatron, torch.distributed.get_world_size())
     mesh = lay_out(layout, seed=1)
     architecture = read_architecture(AutoConfig.from_pretrained(model).to_dict())
@@ -108,7 +109,7 @@ def packed(step: ToyStep, plan: PrunedBatch, policy: Policy, mesh: Mesh) -> list
     return exchange(
         share_of(step, rank=mesh.world.rank, size=mesh.world.size),
         plan,
-        deal_rows(len(plan), mesh.layout),
+        deal_evenly(len(plan), mesh.layout),
         scores=step.scores,
         token_level_loss=False,
         mesh=mesh,
