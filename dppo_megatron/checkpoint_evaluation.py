@@ -1,5 +1,6 @@
 """Evaluation of a checkpoint or a Hugging Face model on data sets: what ``dppo eval`` does on every rank."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -105,12 +106,12 @@ def run_evaluation(
         policy = Policy(config.policy, inputs.architecture, source=source, mesh=mesh)
         if checkpoint:
             load_policy(policy, checkpoint / "policy")
-        generator = make_generator(config, inputs)
-        generator.load_weights(policy.hf_weights(), version=0)
-        del policy  # its memory is the engine's now
-        found = _evaluate_all(
-            config, inputs, datasets, generator=generator, sampling=sampling, mesh=mesh, output=output
-        )
+        with contextlib.closing(make_generator(config, inputs, mesh=mesh)) as generator:
+            generator.load_weights(policy.hf_weights(), version=0)
+            del policy  # its memory is the engine's now
+            found = _evaluate_all(
+                config, inputs, datasets, generator=generator, sampling=sampling, mesh=mesh, output=output
+            )
         if mesh.world.is_first:
             settings = {"model": model, "temperature": sampling.temperature, "seed": config.grpo.seed}
             text = json.dumps(settings | {"datasets": [asdict(one) for one in found]}, indent=2)

@@ -72,6 +72,19 @@ def backends() -> tuple[str, ...]:
     return ("gloo", "nccl") if has_gpu() else ("gloo",)
 
 
+def use(chosen: torch.device) -> None:
+    """Make a thread work on the process's device: a new thread would start on the first one."""
+    if has_gpu():
+        torch.cuda.set_device(chosen)
+
+
+@contextlib.contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Put torch's random states, the host's and this process's device's, back afterwards."""
+    with torch.random.fork_rng(devices=[current()] if has_gpu() else []):
+        yield
+
+
 def start_process_group(*, timeout_minutes: int = 30) -> None:
     """Join the process group that the environment describes (torchrun's or srun's variables), or one alone."""
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}

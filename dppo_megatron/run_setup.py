@@ -14,7 +14,9 @@ from dppo_megatron.batches import FloatArray, PromptBatch, Purpose, RolloutBatch
 from dppo_megatron.config.loader import LoadedConfig
 from dppo_megatron.config.schema import Config, GrpoConfig
 from dppo_megatron.model_source import find_model, read_model_config
-from dppo_megatron.parallel.mesh import Mesh
+from dppo_megatron.parallel import collectives
+from dppo_megatron.parallel.hf_names import streamed_names
+from dppo_megatron.parallel.mesh import Mesh, split_axis
 from dppo_megatron.parallel.model import DTYPES
 from dppo_megatron.parallel.policy import Policy, Reference
 from dppo_megatron.parallel.sequence_sums import SequenceSums
@@ -29,6 +31,8 @@ from dppo_megatron.rl.prompts import PromptDataset, Prompts, load_prompts, valid
 from dppo_megatron.rl.pruning import Pruning
 from dppo_megatron.rl.replay import ReplayGenerator
 from dppo_megatron.rl.rewards import Reward, make_reward, score_rollouts
+from dppo_megatron.rl.vllm_engine import VllmEngine
+from dppo_megatron.rl.vllm_generator import VllmGenerator
 from dppo_megatron.run_state import RunState, fingerprint
 from dppo_megatron.skipped_updates import SkippedUpdates
 from dppo_megatron.stop_request import StopRequest
@@ -135,6 +139,7 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.reward.close()
+        self.generator.close()
 
     def notes(self) -> list[str]:
         """What a person should know before the first step."""
@@ -213,7 +218,7 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopReques
         inputs=inputs,
         policy=policy,
         reference=reference,
-        generator=make_generator(config, inputs),
+        generator=make_generator(config, inputs, mesh=mesh),
         prompts=prompts,
         candidates=Refill(prompts, history, pruning) if section.refill else FixedNumber(prompts),
         resampling=_resampling(grpo, num_minibatches=arithmetic.num_minibatches),
@@ -263,13 +268,35 @@ def _run_state(loaded: LoadedConfig, inputs: Inputs) -> RunState | None:
     )
 
 
-def make_generator(config: Config, inputs: Inputs) -> Generator:
-    """The engine that the configuration names."""
-    if config.dppo.rollout.replay_dir is not None:
-        return ReplayGenerator(Path(config.dppo.rollout.replay_dir))
+def make_generator(config: Config, inputs: Inputs, *, mesh: Mesh) -> Generator:
+    """The engine that the configuration names, without weights yet; called by every rank."""
+    rollout = config.dppo.rollout
+    if rollout.replay_dir is not None:
+        return ReplayGenerator(Path(rollout.replay_dir))
+    if rollout.engine == "vllm":
+        return _make_vllm_generator(config, inputs, mesh=mesh)
     return EmbeddedGenerator(
         AutoConfig.from_pretrained(inputs.source),
         dtype=DTYPES[config.policy.precision],
         device=device.current(),
-        max_cache_tokens=config.dppo.rollout.max_cache_tokens,
+        max_cache_tokens=rollout.max_cache_tokens,
+    )
+
+
+def _make_vllm_generator(config: Config, inputs: Inputs, *, mesh: Mesh) -> VllmGenerator:
+    rollout, generation = config.dppo.rollout, config.policy.generation
+    ranks = split_axis(mesh.world, generation.vllm_cfg.tensor_parallel_size, name="engine")
+    engine = VllmEngine(
+        inputs.source,
+        architecture=inputs.architecture,
+        generation=generation,
+        max_cache_tokens=rollout.max_cache_tokens,
+    )
+    return VllmGenerator(
+        engine,
+        weight_names=streamed_names(inputs.architecture),
+        max_model_len=generation.vllm_cfg.max_model_len,
+        time_limit_seconds=rollout.time_limit_seconds,
+        pool=partial(collectives.gather_objects, axis=ranks),
+        engine_rank=ranks.rank,
     )

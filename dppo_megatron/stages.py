@@ -17,6 +17,7 @@ from dppo_megatron.batches import (
     PrunedBatch,
     RolloutBatch,
     RowPlan,
+    Sampling,
     ScoredBatch,
     TrainStats,
 )
@@ -57,14 +58,48 @@ class StepStart:
     prompts: dict[str, int]
 
 
+class EngineError(RuntimeError):
+    """An engine failed on one rank or several; raised on all of them, with what each says."""
+
+
 def sample(run: Run, share: PromptBatch, draws: Draws, *, start: StepStart) -> RolloutBatch:
-    """This rank's completions. Raises Stopped on every rank where one was asked to stop meanwhile."""
-    return _or_abandon(run, start, partial(run.generator.generate, share, draws, run.sampling))
+    """This rank's completions. Raises Stopped on every rank where one was asked to stop meanwhile.
+
+    Where an engine fails: a checkpoint of the steps done, then EngineError on every rank.
+    """
+    work = partial(_completions, run, share, draws, run.sampling)
+    # The ranks of a vLLM engine communicate as they sample: none may leave the others.
+    outcome = _or_abandon(run, start, work, interruptible=run.config.dppo.rollout.engine != "vllm")
+    try:
+        return _agreed(run, outcome)
+    except EngineError:
+        run.prompts.restore(start.prompts)
+        save_stopped(run, Stopped("an engine failed", num_steps_done=start.step))
+        raise
 
 
-def _or_abandon(run: Run, start: StepStart, work: Callable[[], T]) -> T:
+def _completions(run: Run, share: PromptBatch, draws: Draws, sampling: Sampling) -> RolloutBatch | str:
+    # Or what the engine says of its failure.
+    try:
+        return run.generator.generate(share, draws, sampling)
+    except RuntimeError as error:
+        return str(error)
+
+
+def _agreed(run: Run, outcome: RolloutBatch | str) -> RolloutBatch:
+    """This rank's completions, where every rank has its own. Raises EngineError on every rank where not."""
+    failure = outcome if isinstance(outcome, str) else None
+    if collectives.any_rank(failure is not None, run.mesh.world):
+        failures = collectives.gather_objects(failure, run.mesh.world)
+        said = (f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
+        raise EngineError("; ".join(said))
+    assert not isinstance(outcome, str)
+    return outcome
+
+
+def _or_abandon(run: Run, start: StepStart, work: Callable[[], T], *, interruptible: bool = True) -> T:
     # Nothing but the cursor of the prompts has moved yet: the step is taken again, the same, after the restart.
-    result = run.stop.attempt(work)
+    result = run.stop.attempt(work) if interruptible else work()
     if collectives.any_rank(run.stop.signalled, run.mesh.world) or result is None:
         run.prompts.restore(start.prompts)
         raise Stopped(run.stop.reason, num_steps_done=start.step)
@@ -129,7 +164,7 @@ def complete_groups(
         occurrences = count_earlier(np.concatenate([earlier, candidates.prompt_ids]))[len(earlier) :]
         candidates = replace(candidates, occurrences=occurrences)
         kept = prune_prompts(candidates, history=run.history, pruning=run.pruning, draws=draws)
-        more = run.generator.generate(kept.share(rank=axis.rank, size=axis.size), draws, run.sampling)
+        more = _agreed(run, _completions(run, kept.share(rank=axis.rank, size=axis.size), draws, run.sampling))
         more_scores = score(run, more, kept)
         run.history.record(more_scores)
         return more, more_scores

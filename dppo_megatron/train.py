@@ -8,6 +8,7 @@ from pathlib import Path
 from dppo_megatron.config.loader import LoadedConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config_origins import write_origins
+from dppo_megatron.mismatch import MismatchWatch
 from dppo_megatron.parallel.collectives import barrier
 from dppo_megatron.parallel.hf_export import save_hf
 from dppo_megatron.parallel.mesh import Mesh, open_mesh
@@ -49,6 +50,7 @@ def train(run: Run, log: RunLog | SilentLog, watchdog: Watchdog) -> None:
     if run.validates_before(run.first_step):
         log.baseline(validate(run, run.first_step))
     clock, slowest = StageClock(on_stage=watchdog.watch), 0.0
+    mismatch = MismatchWatch(run.config.dppo.rollout.mismatch_warning)
     for step in range(run.first_step, run.num_steps):
         draws, start = Draws(run.config.grpo.seed, step), StepStart(step, run.prompts.state())
         candidates = run.candidates.next_batch(draws)
@@ -80,7 +82,10 @@ def train(run: Run, log: RunLog | SilentLog, watchdog: Watchdog) -> None:
         with clock.stage("checkpoint"):
             checkpoint = save_checkpoint(run, step, accuracy) if run.saves_after(step) else None
         seconds = clock.step_seconds()
-        log.step(step_record(run, step, scores, batches, stats, audited=audited, accuracy=accuracy, seconds=seconds))
+        record = step_record(run, step, scores, batches, stats, audited=audited, accuracy=accuracy, seconds=seconds)
+        log.step(record)
+        if note := mismatch.note(record):
+            log.note(note)
         if checkpoint is not None:
             publish_checkpoint(run, checkpoint)
         slowest = max(slowest, seconds.total)

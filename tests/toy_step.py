@@ -25,7 +25,9 @@ RECIPE_RATE, RECIPE_EPSILON = 5e-6, 1e-8
 NUM_GENERATIONS, TEMPERATURE, DENOMINATOR = 4, 0.8, 24.0
 
 
-def make_model(directory: Path, *, tied: bool, num_key_value_heads: int = 2, seed: int = 0) -> None:
+def make_model(
+    directory: Path, *, tied: bool, num_key_value_heads: int = 2, seed: int = 0, head_dim: int = 16
+) -> None:
     """Write a random two-layer Qwen3 with GQA, a head size that is not hidden / heads, and an odd vocabulary."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -35,7 +37,7 @@ def make_model(directory: Path, *, tied: bool, num_key_value_heads: int = 2, see
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=num_key_value_heads,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
         initializer_range=0.1,

@@ -57,7 +57,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, *, head_dim: int) -> Qwen3ForCausalLM:
     """Build the untrained model, with as many embeddings as the tokenizer has entries."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -65,7 +65,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         intermediate_size=192,
         max_position_embeddings=256,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -159,7 +159,7 @@ def is_complete(output: Path) -> bool:
     return all((output / name).is_file() for name in FILES)
 
 
-def make_tiny_model(output: Path, *, seed: int, steps: int) -> float:
+def make_tiny_model(output: Path, *, seed: int, steps: int, head_dim: int = 16) -> float:
     """Write the model, its tokenizer and its data to a new directory, which appears only when complete.
 
     Returns the exact accuracy at temperature 1 on the validation problems. Deterministic for a seed.
@@ -176,7 +176,7 @@ def make_tiny_model(output: Path, *, seed: int, steps: int) -> float:
     try:
         with _reproducible(seed):
             tokenizer = make_tokenizer()
-            model = make_model(tokenizer)
+            model = make_model(tokenizer, head_dim=head_dim)
             tokens, labels = _encode([_imitated(problem, stream) for problem in seen], tokenizer)
             warm_start(model, tokens=tokens, labels=labels, steps=steps, stream=stream)
             tokens, labels = _encode(held_out, tokenizer)
@@ -199,12 +199,17 @@ def main() -> None:
     parser.add_argument("output", type=Path, metavar="OUTPUT_DIR")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=400, help="steps of the warm start")
+    parser.add_argument(
+        "--head-dim", type=int, default=16, help="size of an attention head; vLLM on a CPU needs 32 at least"
+    )
     arguments = parser.parse_args()
     if is_complete(arguments.output):
         print(f"{arguments.output} is already complete: nothing to do")
         return
     transformers_logging.disable_progress_bar()
-    accuracy = make_tiny_model(arguments.output, seed=arguments.seed, steps=arguments.steps)
+    accuracy = make_tiny_model(
+        arguments.output, seed=arguments.seed, steps=arguments.steps, head_dim=arguments.head_dim
+    )
     print(f"{arguments.output}: right {accuracy:.3f} of the time at temperature 1 on held-out problems")
 
 

@@ -72,6 +72,18 @@ def _sampling_problems(config: Config) -> Problems:
         yield "policy.generation.backend", "must be vllm, unless dppo.rollout.engine is embedded"
 
 
+def _engine_problems(config: Config) -> Problems:
+    if config.dppo.rollout.engine != "vllm":
+        return
+    engine, key = config.policy.generation.vllm_cfg, "policy.generation.vllm_cfg"
+    processes = config.cluster.gpus_per_node * config.cluster.num_nodes
+    if processes % engine.tensor_parallel_size:
+        yield f"{key}.tensor_parallel_size", f"must divide the run's {processes} processes"
+    total = config.policy.max_total_sequence_length
+    if engine.max_model_len < total:
+        yield f"{key}.max_model_len", f"must be at least policy.max_total_sequence_length, {total}"
+
+
 def _length_problems(config: Config) -> Problems:
     megatron, limit = config.policy.megatron_cfg, config.policy.max_total_sequence_length
     total = f"policy.max_total_sequence_length = {limit}"
@@ -249,7 +261,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         policy.megatron_cfg.context_parallel_size policy.megatron_cfg.scheduler.lr_decay_iters
         data.max_input_seq_length env.math.num_workers cluster.gpus_per_node cluster.num_nodes
         dppo.packing.window dppo.reward.max_answer_chars dppo.rollout.max_cache_tokens
-        dppo.max_skipped_updates dppo.watchdog.slowest_factor""",
+        policy.generation.vllm_cfg.tensor_parallel_size dppo.max_skipped_updates dppo.watchdog.slowest_factor""",
     ),
     (
         "at least 2: a group of one has no advantage",
@@ -262,7 +274,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda value: value > 0,
         """policy.generation.temperature policy.refit_buffer_size_gb policy.megatron_cfg.optimizer.lr
         policy.megatron_cfg.optimizer.adam_eps loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value
-        dppo.reward.time_limit_seconds dppo.watchdog.min_seconds
+        dppo.reward.time_limit_seconds dppo.rollout.time_limit_seconds dppo.rollout.mismatch_warning
+        dppo.watchdog.min_seconds
         loss_fn.truncated_importance_sampling_ratio""",
     ),
     (
@@ -295,8 +308,9 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "above 0 and at most 1",
         lambda value: 0 < value <= 1,
-        "dppo.prompt_pruning.greso.min_exploration "
-        "dppo.prompt_pruning.min_keep_probability dppo.completion_pruning.min_keep_probability",
+        """dppo.prompt_pruning.greso.min_exploration
+        dppo.prompt_pruning.min_keep_probability dppo.completion_pruning.min_keep_probability
+        policy.generation.vllm_cfg.gpu_memory_utilization""",
     ),
 )
 
@@ -305,7 +319,9 @@ RANGE_TEXTS = frozenset(f"must be {allowed}" for allowed, _, _ in _RANGES)
 
 # Values that the schema admits and nothing does yet.
 _NOT_YET: dict[str, tuple[object, ...]] = {
-    "dppo.rollout.engine": ("auto", "embedded"),
+    "policy.generation.colocated.enabled": (True,),
+    "policy.generation.vllm_cfg.async_engine": (False,),
+    "policy.generation.vllm_cfg.pipeline_parallel_size": (1,),
     "dppo.fp8_emulate": (False,),
 }
 
@@ -314,6 +330,7 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     _absent_problems,
     _size_problems,
     _sampling_problems,
+    _engine_problems,
     _length_problems,
     _loss_problems,
     _reward_problems,

@@ -7,12 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dppo_megatron.config.fp8 import Fp8Config
+from dppo_megatron.config.generation_schema import GenerationConfig, follows
 from dppo_megatron.config.logger_section import LoggerConfig
-
-
-def follows(key: str) -> Any:
-    """A default that is another key's value, resolved when the configuration is loaded."""
-    return "${" + key + "}"
 
 
 @dataclass(frozen=True)
@@ -188,18 +184,6 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
-    """``policy.generation``: sampling. Truncated sampling (top_p, top_k) would bias training: refused."""
-
-    backend: Literal["vllm", "megatron"] = "vllm"
-    max_new_tokens: int = follows("policy.max_total_sequence_length")
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    stop_token_ids: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
 class PolicyConfig:
     """``policy``: model, batch sizes, layout, generation."""
 
@@ -318,10 +302,17 @@ class AuditConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """``dppo.rollout``: engine, record, replay; ``max_cache_tokens`` bounds the embedded engine's batches."""
+    """``dppo.rollout``: engine, record, replay.
+
+    max_cache_tokens: bounds the embedded engine's batches, and vLLM's key-value cache off the GPU.
+    time_limit_seconds: of a step's rollouts on vLLM; past it the engine counts as hung.
+    mismatch_warning: ``dppo/sampler_mismatch`` above which the log names the usual causes.
+    """
 
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     max_cache_tokens: int = 262_144
+    time_limit_seconds: float = 1200.0
+    mismatch_warning: float = 0.05
     record_dir: str | None = None
     replay_dir: str | None = None
 

@@ -150,7 +150,7 @@ def _stand_in(spec: dataclasses.Field[Any], annotation: Any) -> Any:
     if default is not dataclasses.MISSING and not (isinstance(default, str) and default.startswith("${")):
         return default
     kind = next(choice for choice in _choices(annotation) if choice is not NoneType)
-    return {str: "", int: 1, float: 1.0}[kind]
+    return get_args(kind)[0] if get_origin(kind) is Literal else {str: "", int: 1, float: 1.0}[kind]
 
 
 def _try(annotation: Any, value: Any, key: str, refuse: Refuse) -> tuple[bool, Any]:

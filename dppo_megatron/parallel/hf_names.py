@@ -76,6 +76,12 @@ def model_parameters(architecture: Architecture, *, tp: int) -> tuple[Parameter,
     return tuple(parameters)
 
 
+def streamed_names(architecture: Architecture) -> frozenset[str]:
+    """The Hugging Face tensors of a weight stream: a tied output layer comes under its own name as well."""
+    names = {name for parameter in model_parameters(architecture, tp=1) for name in parameter.hf_names}
+    return frozenset(names | {"lm_head.weight"})
+
+
 def _layer_parameters(architecture: Architecture, layer: int) -> list[Parameter]:
     megatron, hugging_face = f"decoder.layers.{layer}", f"model.layers.{layer}"
     hidden, ffn, head_dim = architecture.hidden_size, architecture.ffn_hidden_size, architecture.head_dim

@@ -64,6 +64,21 @@ class Mesh:
         return tuple(rank // inner % layout.dp for rank in range(self.world.size))
 
 
+def split_axis(axis: Axis, size: int, *, name: str) -> Axis:
+    """Cut an axis into runs of ``size`` neighbours; each process gets the run that it stands in.
+
+    Called by every rank of the world, the axis being the world's. Source: the layout of vLLM's tensor parallelism.
+    """
+    assert axis.size % size == 0
+    if size == axis.size:
+        return Axis(name, axis.size, axis.rank, axis.group, axis.ranks)
+    runs = [list(axis.ranks[start : start + size]) for start in range(0, axis.size, size)]
+    groups = [dist.new_group(run) for run in runs]
+    group = groups[axis.rank // size]
+    assert isinstance(group, dist.ProcessGroup)
+    return Axis.of(name, group)
+
+
 @contextmanager
 def open_mesh(layout: Layout, *, seed: int) -> Iterator[Mesh]:
     """Join the processes of a run, lay them out, and take the mesh down at the end.

@@ -34,6 +34,10 @@ class Generator(Protocol):
         """Sample completions of every prompt of this rank's share, which may be empty."""
         ...
 
+    def close(self) -> None:
+        """Give back what the engine holds outside of Python's memory; called once, while process groups stand."""
+        ...
+
 
 class EmbeddedGenerator:
     """The Hugging Face model in process, with a key-value cache.
@@ -109,6 +113,9 @@ class EmbeddedGenerator:
         return _to_rollouts(
             sampled, logprobs=logprobs, limits=limits, prompts=prompts, sampling=sampling, version=self._version
         )
+
+    def close(self) -> None:
+        """Nothing: the model is memory alone."""
 
     @torch.inference_mode()
     def _decode(

@@ -234,3 +234,6 @@ class ReplayGenerator:
             finish_reasons=np.array([sample.finish_reason for sample in samples], np.int64),
             version=draws.step,
         )
+
+    def close(self) -> None:
+        """Nothing: no file stays open."""

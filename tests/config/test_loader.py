@@ -194,6 +194,7 @@ def test_every_default_is_that_of_the_schema(tmp_path: Path) -> None:
     follower = {"policy.tokenizer.name", "data.train.seed", "policy.generation.max_new_tokens"}
     follower |= {"policy.megatron_cfg.pipeline_dtype", "data.max_input_seq_length"}
     follower |= {"policy.megatron_cfg.optimizer.clip_grad", "grpo.reward_shaping.max_response_length"}
+    follower |= {f"policy.generation.vllm_cfg.{name}" for name in ("precision", "max_model_len")}
     follower |= {"policy.sequence_packing.logprob_mb_tokens"}
     follower |= {f"policy.megatron_cfg.scheduler.{end}_weight_decay" for end in ("start", "end")}
     seen = set()

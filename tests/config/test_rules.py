@@ -90,7 +90,6 @@ def test_a_sound_configuration_is_accepted(tmp_path: Path, overrides: tuple[str,
         ("dppo.prompt_pruning.rate=0.81", "1 - dppo.prompt_pruning.min_keep_probability, 1 - 0.2"),
         ("dppo.completion_pruning.rate=0.96", "1 - dppo.completion_pruning.min_keep_probability, 1 - 0.05"),
         ("dppo.completion_pruning.scope=group", "is for policy threshold, not neyman"),
-        ("dppo.rollout.engine=vllm", "not yet available; use 'auto' or 'embedded'"),
         ("loss_fn.truncated_importance_sampling_type=tis", "needs loss_fn.use_importance_sampling_correction"),
         ("loss_fn.truncated_importance_sampling_ratio=2.0", "stands with loss_fn.truncated_importance_sampling_type"),
         ("loss_fn.truncated_importance_sampling_ratio_min=0.5", "must be at most"),
@@ -101,6 +100,11 @@ def test_a_sound_configuration_is_accepted(tmp_path: Path, overrides: tuple[str,
         ("grpo.reward_shaping.stop_properly_penalty_coef=2.0", "must be at least 0 and at most 1"),
         ("dppo.prompt_pruning.greso.step=2.0", "must be at least 0 and at most 1"),
         ("dppo.prompt_pruning.greso.min_exploration=0", "must be above 0 and at most 1"),
+        ("policy.generation.colocated.enabled=false", "not yet available; use True"),
+        ("policy.generation.vllm_cfg.async_engine=true", "not yet available; use False"),
+        ("policy.generation.vllm_cfg.pipeline_parallel_size=2", "not yet available; use 1"),
+        ("policy.generation.vllm_cfg.gpu_memory_utilization=1.5", "must be above 0 and at most 1"),
+        ("dppo.rollout.time_limit_seconds=0", "must be above 0"),
         ("dppo.fp8_emulate=true", "not yet available; use False"),
     ],
 )
@@ -196,6 +200,21 @@ def test_options_of_the_loss_and_of_rewards_that_contradict_each_other_are_refus
     tmp_path: Path, overrides: tuple[str, ...], key: str
 ) -> None:
     assert any(line.startswith(f"{key} = ") for line in refused(load(tmp_path, *overrides)))
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("policy.generation.vllm_cfg.tensor_parallel_size=3", "must divide the run's 2 processes"),
+        ("policy.generation.vllm_cfg.max_model_len=511", "must be at least policy.max_total_sequence_length, 512"),
+    ],
+)
+def test_an_engine_that_does_not_fit_is_refused_where_it_is_used(tmp_path: Path, override: str, reason: str) -> None:
+    overrides = ("cluster.gpus_per_node=2", override)
+    assert not refused(load(tmp_path, *overrides))
+    (line,) = refused(load(tmp_path, *overrides, "dppo.enabled=false", "dppo.rollout.engine=vllm"))
+    assert line.startswith(override.partition("=")[0])
+    assert reason in line
 
 
 FP8 = "policy.megatron_cfg.fp8_cfg"
