@@ -61,7 +61,9 @@ def continue_greedily(directory: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
     ids = tokenizer("The capital of France is", return_tensors="pt")
-    out = model.generate(**ids, max_new_tokens=20, do_sample=False)
+    out = model.generate(  # type: ignore[attr-defined]
+        **ids, max_new_tokens=20, do_sample=False
+    )
     return tokenizer.decode(out[0])
 
 

@@ -27,10 +27,10 @@ from dppo_megatron.batches import PackedRow, RowPlan, ScoredBatch
 from dppo_megatron.config.schema import LossConfig, MegatronConfig, SequencePackingConfig
 from dppo_megatron.parallel import hf_weights
 from dppo_megatron.parallel.exchange import exchange, gather_scores
-from dppo_megatron.parallel.hf_directory import HfDirectory
 from dppo_megatron.parallel.mesh import Mesh, lay_out
 from dppo_megatron.parallel.policy import Policy
 from dppo_megatron.parallel.sequence_layout import zigzag_positions
+from dppo_megatron.parallel.weight_source import open_source
 from dppo_megatron.plan import Layout, padding_multiples
 from dppo_megatron.rl.loss import PolicyLoss
 from dppo_megatron.rl.packing import plan_rows
@@ -121,7 +121,7 @@ def equals_shards(streamed: dict[str, Tensor], policy: Policy, scratch: Path) ->
     save_file(streamed, scratch / "model.safetensors")
     cut = {name: torch.full_like(shard, torch.nan) for name, shard in policy.parameters.local.items()}
     located = replace(policy.parameters, local=cut)
-    hf_weights.load_weights(located, HfDirectory(scratch, policy.architecture), mesh=policy.mesh)
+    hf_weights.load_weights(located, open_source(scratch, policy.architecture), mesh=policy.mesh)
     return all(torch.equal(cut[name], shard) for name, shard in policy.parameters.local.items())
 
 
