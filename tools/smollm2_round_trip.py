@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,9 +59,11 @@ def unpack(target: Path) -> None:
 def continue_greedily(directory: Path) -> str:
     """Twenty tokens of the model after a prompt."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
     ids = tokenizer("The capital of France is", return_tensors="pt")
-    out = model.generate(**ids, max_new_tokens=20, do_sample=False)
+    out = model.generate(  # type: ignore[attr-defined]
+        **ids, max_new_tokens=20, do_sample=False
+    )
     return tokenizer.decode(out[0])
 
 

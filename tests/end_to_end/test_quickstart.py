@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -53,7 +54,7 @@ def test_the_reader_gets_one_line_a_step_and_the_path_of_the_run(run: Path) -> N
 
 
 def test_the_exported_model_sorts_and_loads_in_transformers(run: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(run / "hf")
+    model: Any = AutoModelForCausalLM.from_pretrained(run / "hf")
     tokenizer = AutoTokenizer.from_pretrained(run / "hf")
     prompt = tokenizer("70412=", return_tensors="pt")
     output = model.generate(**prompt, max_new_tokens=9, do_sample=False)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from dppo_megatron.parallel.exchange import exchange, gather_scores
 from dppo_megatron.parallel.mesh import Mesh, lay_out
 from dppo_megatron.parallel.policy import Policy
 from dppo_megatron.parallel.sequence_layout import zigzag_positions
+from dppo_megatron.parallel.weight_source import open_source
 from dppo_megatron.plan import Layout, padding_multiples
 from dppo_megatron.rl.loss import PolicyLoss
 from dppo_megatron.rl.packing import plan_rows
@@ -119,7 +121,7 @@ def equals_shards(streamed: dict[str, Tensor], policy: Policy, scratch: Path) ->
     save_file(streamed, scratch / "model.safetensors")
     cut = {name: torch.full_like(shard, torch.nan) for name, shard in policy.parameters.local.items()}
     located = replace(policy.parameters, local=cut)
-    hf_weights.load_weights(located, hf_weights.HfDirectory(scratch), mesh=policy.mesh)
+    hf_weights.load_weights(located, open_source(scratch, policy.architecture), mesh=policy.mesh)
     return all(torch.equal(cut[name], shard) for name, shard in policy.parameters.local.items())
 
 
@@ -128,8 +130,8 @@ def stream_peak(policy: Policy, *, bucket_bytes: int) -> Tensor:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in hf_weights.stream_weights(policy.parameters, mesh=policy.mesh, bucket_bytes=bucket_bytes):
             pass
-    assert profiler.profiler is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    kineto: Any = profiler.profiler
+    events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return torch.tensor(max(np.cumsum(sizes).tolist(), default=0))
 

@@ -64,7 +64,7 @@ def test_a_run_resumed_on_another_layout_is_the_same_run_up_to_rounding(name: st
     assert len(ours) == len(theirs) == 6
     assert [start["first_step"] for start in starts_of(root / name)] == [0, 4]
     for key in (metric_names.LOSS, metric_names.GRAD_NORM):
-        np.testing.assert_allclose([line[key] for line in ours], [line[key] for line in theirs], rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose([line[key] for line in ours], [line[key] for line in theirs], rtol=2e-2, atol=1e-4)
     mine, other = (load_file(root / run / "hf" / "model.safetensors") for run in (name, "whole"))
     for key, tensor in other.items():
         assert float((mine[key] - tensor).norm() / tensor.norm()) < 1e-3, key

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from family_models import LENGTHS, token_ids
 from megatron.core import dist_checkpointing
@@ -35,9 +36,10 @@ def packed_row() -> PackedRow:
     """The sequences as one row; only ids and positions matter for logits."""
     ids = token_ids()
     nothing = torch.zeros(len(ids))
-    bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    lengths = np.array(LENGTHS)
+    bounds = torch.tensor([0, *lengths.cumsum()], dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    return PackedRow(ids, ids, positions, nothing, nothing, nothing, bounds, max(LENGTHS))
+    return PackedRow(ids, ids, positions, nothing, nothing, nothing, bounds, lengths, num_sequences=len(LENGTHS))
 
 
 def logits_of(policy: Policy, mesh: Mesh) -> torch.Tensor | None:

@@ -71,6 +71,7 @@ def round_trip(directory: Path, architecture: Architecture) -> list[str]:
     """Names of tensors that differ after loading the Hugging Face weights through the TE names and streaming them."""
     from dppo_megatron.parallel import hf_weights
     from dppo_megatron.parallel.mesh import lay_out
+    from dppo_megatron.parallel.weight_source import open_source
     from dppo_megatron.plan import Layout
 
     device.start_process_group()
@@ -78,7 +79,7 @@ def round_trip(directory: Path, architecture: Architecture) -> list[str]:
     model: Any = build(architecture, MegatronConfig(pipeline_dtype="bfloat16"))
     stages = (tuple(range(architecture.num_layers)),)
     located = hf_weights.locate_parameters(model, architecture, mesh=mesh, stages=stages)
-    load(hf_weights, located, directory, mesh)
+    hf_weights.load_weights(located, open_source(directory, architecture), mesh=mesh)
     theirs = load_file(directory / "model.safetensors")
     streamed = dict(hf_weights.stream_weights(located, mesh=mesh, bucket_bytes=1 << 20))
     differing = [name for name in theirs if not torch.equal(streamed[name].float(), theirs[name].bfloat16().float())]
@@ -92,11 +93,6 @@ def round_trip(directory: Path, architecture: Architecture) -> list[str]:
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
     return differing
-
-
-def load(hf_weights: Any, located: Any, directory: Path, mesh: Any) -> None:
-    """Load the directory's weights."""
-    hf_weights.load_weights(located, hf_weights.HfDirectory(directory), mesh=mesh)
 
 
 def recipe_of(architecture: Architecture, fp8: Fp8Config) -> dict[str, Any]:

@@ -6,6 +6,7 @@ argv: the directories of models. Exits with an error where a greedy completion i
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ def deal_rows(num_sequences: int, layout: Layout) -> RowPlan:
     """Two rows a data-parallel rank, sequences dealt in turn."""
     bins = [np.arange(start, num_sequences, 2 * layout.dp) for start in range(2 * layout.dp)]
     rows = tuple(tuple(bins[2 * rank : 2 * rank + 2]) for rank in range(layout.dp))
-    return RowPlan(rows=rows, sequence_multiple=1, row_multiple=1)
+    return RowPlan(rows=rows, sequence_multiple=1, row_multiple=1, num_packed=len(bins))
 
 
 def start_engine(model: Path, architecture: Architecture, *, tp: int) -> VllmGenerator:
@@ -101,7 +102,8 @@ def train_and_sample(name: str, model: Path, architecture: Architecture, generat
 @torch.no_grad()
 def greedy(policy: Policy, source: Path, prompts: PromptBatch) -> list[list[int]]:
     """Greedy completions of the trained weights by Hugging Face, by whole forward passes."""
-    model = Qwen3ForCausalLM(AutoConfig.from_pretrained(source)).float().eval()
+    config: Any = AutoConfig.from_pretrained(source)
+    model = Qwen3ForCausalLM(config).float().eval()
     model.load_state_dict({name: tensor.clone() for name, tensor in policy.hf_weights()})
     completions = []
     for row in range(len(prompts)):
