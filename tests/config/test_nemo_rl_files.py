@@ -51,7 +51,7 @@ def is_megatron(loaded: LoadedConfig) -> bool:
 def is_listed(key: str) -> bool:
     """Whether a key is in the registry, holds keys that are, or lies in a pass-through map of it."""
     maps = [name.removesuffix(".*") for name in registry() if name.endswith(".*")]
-    maps.append("policy.tokenizer.chat_template_kwargs")
+    maps += ["policy.tokenizer.chat_template_kwargs", "policy.generation.vllm_kwargs"]
     known = registry().keys() | known_blocks() | schema_sections() | set(maps)
     return key in known or key.startswith(tuple(f"{name}." for name in maps))
 
