@@ -143,15 +143,38 @@ def upload(array: NDArray[np.generic]) -> torch.Tensor:
     return pin(torch.from_numpy(array)).to(current(), non_blocking=True)
 
 
-def load_before_state_init(optimizer: Any) -> None:
-    """Give every distributed optimizer its Adam state before a checkpoint is loaded into it.
+def give_adam_its_state(optimizer: Any) -> None:
+    """Create Adam's state, all zeros, as its first step would.
 
-    torch's AdamW (used where neither Transformer Engine nor apex is present) creates its state at the first
-    step, and megatron-core's ``DistributedOptimizer.state_dict`` asserts that it exists.
+    torch's AdamW (used where neither Transformer Engine nor apex is present) creates its state at its first step.
+    Without it megatron-core loads no checkpoint into a distributed optimizer, and one that was saved before any
+    step has trained (no completion had an advantage) cannot be loaded at all.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if hasattr(part, "_init_optimizer_states_with_dummy_values"):
-            part._init_optimizer_states_with_dummy_values()
+        adam = getattr(part, "optimizer", None)
+        if not isinstance(adam, torch.optim.AdamW):
+            continue
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            if not adam.state[parameter]:
+                adam.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def restore_first_steps(state: Any) -> None:
+    """Put a step count of 0 back into an optimizer's loaded state, wherever moments stand without one.
+
+    megatron-core saves the count apart and leaves it out where it is 0; torch's AdamW then finds none.
+    """
+    if not isinstance(state, dict):
+        return
+    if {"exp_avg", "exp_avg_sq"} <= state.keys():
+        state.setdefault("step", torch.tensor(0.0))
+        return
+    for part in state.values():
+        restore_first_steps(part)
 
 
 def separate_adam_steps(optimizer: Any) -> None:

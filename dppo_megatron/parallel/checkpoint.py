@@ -35,10 +35,10 @@ def load_policy(policy: Policy, directory: Path) -> None:
     Raises ValueError when the checkpoint has no optimizer state.
     """
     with device.megatron_calls():
-        device.load_before_state_init(policy.optimizer)
         state = _sharded_state(policy, with_optimizer=True, is_loading=True)
         loaded: Any = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
         policy.model.module.load_state_dict(loaded["model"])
+        device.restore_first_steps(loaded["optimizer"])
         policy.optimizer.load_state_dict(loaded["optimizer"])
         device.separate_adam_steps(policy.optimizer)
 

@@ -8,6 +8,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from dppo_megatron import device
 from dppo_megatron.config import schema
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ def build_optimizer(
         ),
         list(chunks),
     )
+    device.give_adam_its_state(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,

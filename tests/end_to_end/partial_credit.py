@@ -10,3 +10,8 @@ def score(prompt: str, completion: str, answer: str) -> float:
 def same(prompt: str, completion: str, answer: str) -> float:
     """The same for every completion: no group has an advantage."""
     return 0.5
+
+
+def nothing(prompt: str, completion: str, answer: str) -> float:
+    """No completion is worth anything: no group has an advantage."""
+    return 0.0

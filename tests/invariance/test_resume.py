@@ -19,6 +19,7 @@ from dppo_megatron.checkpoint_files import find_checkpoints
 
 SHARDED = ("policy.megatron_cfg.optimizer.use_distributed_optimizer=true",)
 TP2 = ("cluster.gpus_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
+UNREWARDED = ("dppo.reward.function=partial_credit:nothing",)
 DP2 = ("cluster.gpus_per_node=2",)
 
 
@@ -37,6 +38,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, launch) -> 
         *jobs("halves", 3, 6),
         *jobs("sharded", 4, extra=SHARDED),
         *jobs("sharded_halves", 2, 4, extra=SHARDED),
+        *jobs("untrained", 2, 3, extra=UNREWARDED),
+        *jobs("sharded_untrained", 2, 3, extra=(*UNREWARDED, *SHARDED)),
     ]
     launch(WORKER, json.dumps(first), num_processes=1)
     second = [
@@ -68,6 +71,11 @@ def test_a_run_resumed_on_another_layout_is_the_same_run_up_to_rounding(name: st
     mine, other = (load_file(root / run / "hf" / "model.safetensors") for run in (name, "whole"))
     for key, tensor in other.items():
         assert float((mine[key] - tensor).norm() / tensor.norm()) < 1e-3, key
+
+
+@pytest.mark.parametrize("name", ["untrained", "sharded_untrained"])
+def test_a_checkpoint_from_before_any_step_has_trained_is_continued(name: str, root: Path) -> None:
+    assert [line[metric_names.IDLE_UPDATES] for line in metrics(root / name)] == [1, 1, 1]
 
 
 def test_the_summary_covers_all_starts(root: Path) -> None:
