@@ -28,7 +28,8 @@ def plan_of(path: str, *overrides: str) -> RunPlan:
 def test_every_example_has_a_plan(path: Path) -> None:
     plan = plan_of(str(path))
     assert plan.warnings == () or path.name == "quickstart.yaml"
-    assert plan.savings.trained == pytest.approx(0.7 * 0.5)
+    if path.name != "evaluation.yaml":  # which trains nothing
+        assert plan.savings.trained == pytest.approx(0.7 * 0.5)
     assert json.loads(json.dumps(plan_json(plan)))["layout"]["world_size"] == plan.layout.world_size
 
 

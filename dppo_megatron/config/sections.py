@@ -103,7 +103,7 @@ def _fill_section(
         elif isinstance(default, str) and default.startswith("${"):
             followed[f"{prefix}{spec.name}"] = (tree, default[2:-1])
         else:
-            tree[spec.name] = default
+            tree[spec.name] = list(default) if isinstance(default, tuple) else default
         if section and isinstance(tree.get(spec.name), dict):
             _fill_section(section, tree[spec.name], f"{prefix}{spec.name}.", followed)
 

@@ -20,7 +20,10 @@ TWO = ("cluster.gpus_per_node=2",)
 def metrics(run: Path) -> list[dict[str, float]]:
     """What metrics.jsonl says, without what a clock says."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("timing/")} for line in lines]
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("timing/", "performance/"))}
+        for line in lines
+    ]
 
 
 def finish(run: Path, tiny_model: Path, *overrides: str) -> None:

@@ -125,7 +125,8 @@ def test_a_failed_job_keeps_its_exit_code_and_is_not_requeued(slurm: dict[str, s
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_batch_script_sets_no_hyper_parameter(script: Path) -> None:
     (command,) = [line for line in script.read_text().splitlines() if line.startswith("run_tasks")]
-    assert command == f'run_tasks dppo {script.stem} "$@"'
+    tool = 'run_tasks python "$SLURM_SUBMIT_DIR/tools/$1.py" "${@:2}"'
+    assert command == (tool if script.stem == "convert" else f'run_tasks dppo {script.stem} "$@"')
 
 
 def test_the_shell_scripts_are_clean() -> None:
