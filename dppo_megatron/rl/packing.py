@@ -13,7 +13,7 @@ from dppo_megatron.batches import IntArray, RowPlan
 from dppo_megatron.config.schema import SequencePackingConfig
 from dppo_megatron.rl import bin_packing
 from dppo_megatron.rl.bins import Bins, RowLimits
-from dppo_megatron.rl.sharing import rows_each, share
+from dppo_megatron.rl.sharing import share
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PackingReport:
     attention_imbalance: float
 
 
-# Where these leave a rank with more rows than its tokens need, pairing is tried for fewer.
+# Where these take more bins than the tokens need, pairing is tried for fewer.
 _DECREASING = ("best_fit_decreasing", "first_fit_decreasing", "modified_first_fit_decreasing")
 _ALGORITHMS = {
     "best_fit_decreasing": bin_packing.best_fit_decreasing,
@@ -64,8 +64,6 @@ def plan_rows(
     """Pack sequences of the given unpadded lengths [K] into rows, equally many on every rank.
 
     window: sequences that the paper's rule looks at, whatever the algorithm; None packs by the algorithm.
-    The decreasing algorithms give way to ``paired_decreasing`` where that takes fewer rows
-    (test_pairing_saves_a_row_where_first_fit_decreasing_needs_two_more_than_the_tokens).
     capacity: padded tokens a row. num_rows_multiple: what the rows of a rank are a multiple of.
     attention_weight: cost of a squared token of length, a token costing 1.
     Raises: ValueError as ``pack`` does.
@@ -73,21 +71,14 @@ def plan_rows(
     """
     limits = RowLimits(capacity, sequence_multiple, row_multiple)
     bins = pack(lengths, config=config, window=window, limits=limits)
-    if window is None and config.algorithm in _DECREASING:
-        least = -(-int(bins.padded_lengths.sum()) // limits.room)
-        have, want = (
-            rows_each(num_bins, dp_size=dp_size, num_rows_multiple=num_rows_multiple)
-            for num_bins in (bins.num_bins, least)
-        )
-        if have > want:
-            bins = min(bins, _pack_pairs(bins), key=lambda one: one.num_bins)
     return share(bins, dp_size=dp_size, num_rows_multiple=num_rows_multiple, attention_weight=attention_weight)
 
 
 def pack(lengths: IntArray, *, config: SequencePackingConfig, window: int | None, limits: RowLimits) -> Bins:
-    """Put sequences of the given unpadded lengths [K] into as few bins as ``config.algorithm`` needs.
+    """Put sequences of the given unpadded lengths [K] into bins by ``config.algorithm``.
 
-    window: sequences that the paper's rule looks at, whatever the algorithm; None packs by the algorithm.
+    window: sequences that the paper's rule looks at, whatever the algorithm; None packs by the algorithm. The
+    decreasing algorithms give way to ``paired_decreasing`` where that takes fewer bins.
     Raises: ValueError for a sequence that no row can hold, a window below 1, or packing switched off.
     """
     if not config.enabled:
@@ -109,13 +100,10 @@ def pack(lengths: IntArray, *, config: SequencePackingConfig, window: int | None
         bin_of = bin_packing.window_greedy(sizes, capacity=capacity, window=window or max(len(sizes), 1))
     else:
         bin_of = _ALGORITHMS[config.algorithm](sizes, capacity=capacity)
+        least = -(-int(sizes.sum()) // capacity)
+        if config.algorithm in _DECREASING and max(bin_of, default=-1) + 1 > least:
+            bin_of = min(bin_of, bin_packing.paired_decreasing(sizes, capacity=capacity), key=max)
     return Bins.from_list(lengths, bin_of, limits)
-
-
-def _pack_pairs(bins: Bins) -> Bins:
-    sizes, capacity = bins.limits.in_units(bins.padded_lengths)
-    bin_of = bin_packing.paired_decreasing(sizes, capacity=capacity)
-    return Bins.from_list(bins.lengths, bin_of, bins.limits)
 
 
 def report_packing(plan: RowPlan, *, lengths: IntArray, capacity: int) -> PackingReport:
