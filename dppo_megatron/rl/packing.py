@@ -13,7 +13,7 @@ from dppo_megatron.batches import IntArray, RowPlan
 from dppo_megatron.config.schema import SequencePackingConfig
 from dppo_megatron.rl import bin_packing
 from dppo_megatron.rl.bins import Bins, RowLimits
-from dppo_megatron.rl.sharing import share
+from dppo_megatron.rl.sharing import rows_each, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PackingReport:
     attention_imbalance: float
 
 
-# Where these take more bins than the tokens need, pairing is tried for fewer.
+# Where these take more bins than are enough, pairing is tried for fewer.
 _DECREASING = ("best_fit_decreasing", "first_fit_decreasing", "modified_first_fit_decreasing")
 _ALGORITHMS = {
     "best_fit_decreasing": bin_packing.best_fit_decreasing,
@@ -70,15 +70,20 @@ def plan_rows(
     Source: DPPO, dense prompt packing.
     """
     limits = RowLimits(capacity, sequence_multiple, row_multiple)
-    bins = pack(lengths, config=config, window=window, limits=limits)
+    least = -(-int(limits.pad_sequences(lengths).sum()) // limits.room)
+    num_rows = rows_each(least, dp_size=dp_size, num_rows_multiple=num_rows_multiple)
+    # As many bins as there will be rows anyway cost nothing, and bins with room are easier to level.
+    bins = pack(lengths, config=config, window=window, limits=limits, enough=num_rows * dp_size)
     return share(bins, dp_size=dp_size, num_rows_multiple=num_rows_multiple, attention_weight=attention_weight)
 
 
-def pack(lengths: IntArray, *, config: SequencePackingConfig, window: int | None, limits: RowLimits) -> Bins:
+def pack(
+    lengths: IntArray, *, config: SequencePackingConfig, window: int | None, limits: RowLimits, enough: int = 0
+) -> Bins:
     """Put sequences of the given unpadded lengths [K] into bins by ``config.algorithm``.
 
     window: sequences that the paper's rule looks at, whatever the algorithm; None packs by the algorithm. The
-    decreasing algorithms give way to ``paired_decreasing`` where that takes fewer bins.
+    decreasing algorithms give way to ``paired_decreasing`` where that takes fewer bins and they more than ``enough``.
     Raises: ValueError for a sequence that no row can hold, a window below 1, or packing switched off.
     """
     if not config.enabled:
@@ -100,8 +105,8 @@ def pack(lengths: IntArray, *, config: SequencePackingConfig, window: int | None
         bin_of = bin_packing.window_greedy(sizes, capacity=capacity, window=window or max(len(sizes), 1))
     else:
         bin_of = _ALGORITHMS[config.algorithm](sizes, capacity=capacity)
-        least = -(-int(sizes.sum()) // capacity)
-        if config.algorithm in _DECREASING and max(bin_of, default=-1) + 1 > least:
+        enough = max(enough, -(-int(sizes.sum()) // capacity))
+        if config.algorithm in _DECREASING and max(bin_of, default=-1) + 1 > enough:
             bin_of = min(bin_of, bin_packing.paired_decreasing(sizes, capacity=capacity), key=max)
     return Bins.from_list(lengths, bin_of, limits)
 

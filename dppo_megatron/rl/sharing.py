@@ -38,7 +38,7 @@ class _Table:
     loads: FloatArray
 
 
-def _rows_each(num_bins: int, *, dp_size: int, num_rows_multiple: int) -> int:
+def rows_each(num_bins: int, *, dp_size: int, num_rows_multiple: int) -> int:
     """Rows that each rank needs for that many bins, at least one and a multiple of ``num_rows_multiple``."""
     assert dp_size >= 1
     assert num_rows_multiple >= 1
@@ -53,7 +53,7 @@ def share(bins: Bins, *, dp_size: int, num_rows_multiple: int = 1, attention_wei
     sequences in falling length, so that attention finds like ones side by side.
     """
     assert attention_weight >= 0
-    num_rows = _rows_each(bins.num_bins, dp_size=dp_size, num_rows_multiple=num_rows_multiple)
+    num_rows = rows_each(bins.num_bins, dp_size=dp_size, num_rows_multiple=num_rows_multiple)
     num_bins = num_rows * dp_size
     padded = bins.padded_lengths
     squares = padded.astype(np.float64) ** 2

@@ -277,6 +277,17 @@ def test_ten_thousand_sequences_are_level_in_the_fewest_rows(max_response: int, 
     assert plan.num_rows == -(-int(lengths.sum()) // (capacity * dp_size))
 
 
+def test_bins_that_are_enough_keep_the_room_that_levelling_needs() -> None:
+    # 243 bins of first fit decreasing for 4 x 64 rows; 242 full ones could hardly exchange a sequence.
+    lengths = BENCHMARK["draw_lengths"](1_000, max_response=16384)
+    plan = plan_of(lengths, algorithm="first_fit_decreasing", capacity=20480, dp_size=64)
+    report = report_packing(plan, lengths=lengths, capacity=20480)
+
+    assert plan.num_packed == 243
+    assert report.token_imbalance <= 1.02
+    assert report.attention_imbalance <= 1.05
+
+
 def test_sequences_move_between_bins_where_whole_bins_cannot_be_level() -> None:
     # Three full bins for two ranks: dealt whole, one rank has twice the other's tokens.
     lengths = np.full(24, 25)
