@@ -66,7 +66,19 @@ def check_invariants(
     assert plan.num_rows % num_rows_multiple == 0
 
 
-@settings(max_examples=150, deadline=None)
+def adversarial_lengths(longest: int) -> st.SearchStrategy[list[int]]:
+    """Any lengths; one length for all, ones and the longest among them; one huge; about halves of the longest."""
+    counts, half = st.integers(0, 40), longest // 2
+    one_length = st.sampled_from([1, longest]) | st.integers(1, longest)
+    return st.one_of(
+        st.lists(st.integers(1, longest), max_size=40),
+        st.builds(lambda length, count: [length] * count, one_length, counts),
+        st.builds(lambda count, place: [1] * min(place, count) + [longest] + [1] * count, counts, counts),
+        st.lists(st.integers(max(half - 1, 1), half + 1), max_size=40),
+    )
+
+
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_every_plan_keeps_the_invariants(data: st.DataObject) -> None:
     sequence_multiple = data.draw(st.sampled_from([1, 2, 8]))
@@ -74,7 +86,7 @@ def test_every_plan_keeps_the_invariants(data: st.DataObject) -> None:
     dp_size, num_rows_multiple = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     capacity = data.draw(st.integers(24, 120))
     longest = RowLimits(capacity, sequence_multiple, row_multiple).room
-    lengths = data.draw(st.lists(st.integers(1, longest), max_size=40))
+    lengths = data.draw(adversarial_lengths(longest))
     algorithm = data.draw(st.sampled_from(ALGORITHMS))
     window = data.draw(st.none() | st.integers(1, 50))
     weight = data.draw(st.sampled_from([0.0, 0.01, 10.0]))
