@@ -82,3 +82,13 @@ def test_dynamic_sampling_trains_on_the_configured_number_of_whole_groups(
     for one in lines["greso"]:
         assert one[metric_names.CANDIDATE_PROMPTS] == 4
         assert one[metric_names.DROPPABLE_COMPLETIONS] < 4 * 8
+
+
+def test_every_step_logs_how_dense_and_how_level_its_rows_are(lines: dict[str, list[dict[str, float]]]) -> None:
+    for one in lines["plain"]:
+        assert one[metric_names.ROWS] >= 2  # one an optimizer step
+        assert 0 < one[metric_names.SHARED_DENSITY] <= one[metric_names.PACKED_DENSITY] <= 1
+        # On one process nothing asks for padding, and one rank is level.
+        assert one[metric_names.TOKEN_DENSITY] == 1
+        assert (one[metric_names.SEQUENCE_PADDING], one[metric_names.ROW_PADDING]) == (0, 0)
+        assert (one[metric_names.TOKEN_IMBALANCE], one[metric_names.ATTENTION_IMBALANCE]) == (1, 1)

@@ -239,7 +239,7 @@ def batches_of(options: argparse.Namespace) -> Iterator[list[tuple[Path, Batch]]
     """The two models and their batches; the random model's directory goes at the end."""
     with tempfile.TemporaryDirectory() as directory:
         random = random_batch(
-            num_sequences=options.sequences, max_response=options.max_response, capacity=2048, vocab_size=8192
+            num_sequences=options.sequences, max_response=options.max_response, capacity=2048, vocab_size=11264
         )
         make_random_model(Path(directory), vocab_size=random.vocab_size)
         yield [(options.model, quickstart_batch(options.model)), (Path(directory), random)]
