@@ -107,7 +107,7 @@ def run_evaluation(
         if checkpoint:
             load_policy(policy, checkpoint / "policy")
         with contextlib.closing(make_generator(config, inputs, mesh=mesh)) as generator:
-            generator.load_weights(policy.hf_weights(), version=0)
+            generator.load_weights(policy.hf_weights(engine_tp=generator.tensor_parallel_size), version=0)
             del policy  # its memory is the engine's now
             found = _evaluate_all(
                 config, inputs, datasets, generator=generator, sampling=sampling, mesh=mesh, output=output

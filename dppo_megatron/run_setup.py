@@ -299,4 +299,5 @@ def _make_vllm_generator(config: Config, inputs: Inputs, *, mesh: Mesh) -> VllmG
         time_limit_seconds=rollout.time_limit_seconds,
         pool=partial(collectives.gather_objects, axis=ranks),
         engine_rank=ranks.rank,
+        tensor_parallel_size=ranks.size,
     )

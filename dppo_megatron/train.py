@@ -46,7 +46,7 @@ from dppo_megatron.watchdog import Watchdog
 def train(run: Run, log: RunLog | SilentLog, watchdog: Watchdog) -> None:
     """Take the run's remaining steps; log each. Raises Stopped where the run was asked to stop."""
     policy, generator, mesh = run.policy, run.generator, run.mesh
-    generator.load_weights(policy.hf_weights(), version=run.first_step)
+    generator.load_weights(policy.hf_weights(engine_tp=generator.tensor_parallel_size), version=run.first_step)
     if run.validates_before(run.first_step):
         log.baseline(validate(run, run.first_step))
     clock, slowest = StageClock(on_stage=watchdog.watch), 0.0
@@ -76,7 +76,7 @@ def train(run: Run, log: RunLog | SilentLog, watchdog: Watchdog) -> None:
         with clock.stage("update"):
             stats = [update(run, batch, step=step) for batch in batches]
         with clock.stage("weight_sync"):
-            generator.load_weights(policy.hf_weights(), version=step + 1)
+            generator.load_weights(policy.hf_weights(engine_tp=generator.tensor_parallel_size), version=step + 1)
         with clock.stage("validation"):
             accuracy = validate(run, step + 1) if run.validates_after(step) else None
         with clock.stage("checkpoint"):

@@ -48,9 +48,18 @@ def exchange_flat(
     if axis.size == 1:
         return values
     sent = torch.from_numpy(np.ascontiguousarray(values)).to(device.current())
-    received = torch.empty(sum(receive_counts), dtype=torch.int32, device=sent.device)
-    dist.all_to_all_single(received, sent, list(receive_counts), list(send_counts), group=axis.group)
-    return received.cpu().numpy()
+    return exchange_tensors(sent, axis, send_counts=send_counts, receive_counts=receive_counts).cpu().numpy()
+
+
+def exchange_tensors(
+    values: Tensor, axis: Axis, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> Tensor:
+    """``exchange_flat`` of a flat tensor on the training device, of any type."""
+    if axis.size == 1:
+        return values
+    received = values.new_empty(sum(receive_counts))
+    dist.all_to_all_single(received, values, list(receive_counts), list(send_counts), group=axis.group)
+    return received
 
 
 def gather_shards(local: Tensor, axis: Axis) -> Tensor:

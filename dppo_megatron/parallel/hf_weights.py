@@ -86,7 +86,7 @@ def stream_weights(parameters: StageParameters, *, mesh: Mesh, bucket_bytes: int
     (one parameter may exceed it): one all-gather over TP and one broadcast over PP each. At most one gathered
     bucket exists at a time; without TP and PP the tensors are views of the parameters: copy, do not keep.
     """
-    for bucket in _buckets(parameters, mesh.tp.size, bucket_bytes):
+    for bucket in buckets(parameters, mesh.tp.size, bucket_bytes):
         stage = parameters.stage_of[bucket[0]]
         rows = [parameters.table[number] for number in bucket]
         sizes = [_numel(row.local_shape(mesh.tp.size)) for row in rows]
@@ -117,8 +117,8 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _buckets(parameters: StageParameters, tp: int, bucket_bytes: int) -> Iterator[list[int]]:
-    # A bucket holds parameters of one stage, in the table's order, on every rank the same.
+def buckets(parameters: StageParameters, tp: int, bucket_bytes: int) -> Iterator[list[int]]:
+    """Numbers of the table's parameters, in its order: one stage a bucket, the same buckets on every rank."""
     itemsize = next(iter(parameters.local.values())).element_size()
     bucket, filled = [], 0
     for number, parameter in enumerate(parameters.table):

@@ -19,6 +19,7 @@ from dppo_megatron.architecture import Architecture
 from dppo_megatron.batches import PackedRow, TokenLoss, TrainStats
 from dppo_megatron.config.schema import PolicyConfig
 from dppo_megatron.parallel import collectives, hf_weights
+from dppo_megatron.parallel.engine_weights import stream_parts
 from dppo_megatron.parallel.logprobs import label_logprobs
 from dppo_megatron.parallel.mesh import Mesh
 from dppo_megatron.parallel.model import build_model, transformer_config
@@ -81,12 +82,15 @@ class Policy:
         if self.model.ddp_config.overlap_grad_reduce:
             self.model_config.no_sync_func = self.model.no_sync
 
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream the weights under their Hugging Face names; called by every rank, equal on every rank.
+    def hf_weights(self, *, engine_tp: int = 1) -> Iterator[tuple[str, Tensor]]:
+        """Stream the weights under their Hugging Face names; called by every rank, whole and equal on every rank.
 
-        The tensors may be views of the parameters: copy them.
+        The tensors may be views of the parameters: copy them. engine_tp: for engines of so many ranks, neighbours
+        each; of a tensor then only the part is set that this rank of its engine takes.
         """
         bucket_bytes = int(self.config.refit_buffer_size_gb * 2**30)
+        if engine_tp > 1:
+            return stream_parts(self.parameters, mesh=self.mesh, engine_tp=engine_tp, bucket_bytes=bucket_bytes)
         return hf_weights.stream_weights(self.parameters, mesh=self.mesh, bucket_bytes=bucket_bytes)
 
     def reference(self) -> Reference:

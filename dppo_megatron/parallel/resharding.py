@@ -42,12 +42,18 @@ class Transfer:
 
 
 def plan_transfers(
-    architecture: Architecture, *, layout: Layout, stage_of: tuple[int, ...], engine_tp: int
+    architecture: Architecture,
+    *,
+    layout: Layout,
+    stage_of: tuple[int, ...],
+    engine_tp: int,
+    rank: int | None = None,
 ) -> tuple[Transfer, ...]:
     """Everything that must move for each rank to hold its engine shard, each element once.
 
     stage_of: the pipeline stage of every parameter of the table. What a rank has itself it takes from itself; of
     replicas that hold the same, targets take turns. A tied output layer is the embedding, which comes once.
+    rank: only the transfers from or to this one, in the same order.
     """
     assert layout.world_size % engine_tp == 0
     wanted = [
@@ -61,8 +67,10 @@ def plan_transfers(
             for held in trainer_slabs(parameter, architecture, tp=layout.tp, rank=tp_rank):
                 for target in range(layout.world_size):
                     part = _overlap(held, wanted[target % engine_tp][held.hf_name])
-                    if part is not None:
-                        source = target if target in holders else holders[target % len(holders)]
+                    if part is None:
+                        continue
+                    source = target if target in holders else holders[target % len(holders)]
+                    if rank is None or rank in (source, target):
                         transfers.append(Transfer(source, target, parameter.name, part))
     return tuple(transfers)
 

@@ -24,7 +24,12 @@ from dppo_megatron.rl.draws import Draws, hash_parts, to_unit_interval
 
 
 class Generator(Protocol):
-    """What samples completions under weights that it is handed."""
+    """What samples completions under weights that it is handed.
+
+    tensor_parallel_size: ranks that make up one engine; each uses its own part of the weights only.
+    """
+
+    tensor_parallel_size: int
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Take a stream of (Hugging Face name, whole tensor), read to its end, as weights ``version``."""
@@ -45,6 +50,8 @@ class EmbeddedGenerator:
     A completion is a function of the weights and of its own key (seed, step, purpose, prompt id, occurrence,
     index): not of the other requests, their order or the ranks, up to ties in floating point.
     """
+
+    tensor_parallel_size = 1
 
     def __init__(
         self, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device, max_cache_tokens: int

@@ -192,6 +192,8 @@ def _checked(value: Any, *, kind: Any, where: str) -> Any:
 class ReplayGenerator:
     """A generator that answers from the samples of a recorded run, step by step, under any weights."""
 
+    tensor_parallel_size = 1
+
     def __init__(self, directory: Path) -> None:
         """Replay from ``directory``, which holds ``samples/step_N.jsonl``."""
         self._directory = directory

@@ -53,12 +53,15 @@ class VllmGenerator:
         time_limit_seconds: float,
         pool: Pool,
         engine_rank: int,
+        tensor_parallel_size: int,
     ) -> None:
         """Take an engine, still without weights.
 
         weight_names: every tensor that ``load_weights`` must bring. max_model_len: tokens of prompt and completion.
-        time_limit_seconds: of one ``generate``. engine_rank: this rank's place in its engine.
+        time_limit_seconds: of one ``generate``. engine_rank: this rank's place in its engine of
+        ``tensor_parallel_size`` ranks.
         """
+        self.tensor_parallel_size = tensor_parallel_size
         self._engine, self._weight_names = engine, weight_names
         self._max_model_len, self._time_limit_seconds = max_model_len, time_limit_seconds
         self._pool, self._engine_rank = pool, engine_rank

@@ -35,6 +35,7 @@ class FailingGenerator:
     inner: Generator
     fails: bool
     asked: dict[int, list[int]] = field(default_factory=dict)
+    tensor_parallel_size: int = 1
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         self.inner.load_weights(weights, version=version)

@@ -29,6 +29,7 @@ from dppo_megatron.parallel import hf_weights
 from dppo_megatron.parallel.exchange import exchange, gather_scores
 from dppo_megatron.parallel.mesh import Mesh, lay_out
 from dppo_megatron.parallel.policy import Policy
+from dppo_megatron.parallel.resharding import engine_slabs
 from dppo_megatron.parallel.sequence_layout import zigzag_positions
 from dppo_megatron.parallel.weight_source import open_source
 from dppo_megatron.plan import Layout, padding_multiples
@@ -99,6 +100,7 @@ def run_case(case: Case, models: Path, output: Path) -> None:
     results["stream.as_loaded"] = torch.tensor(equals_source(loaded, source))
     weights = {key: tensor.clone().contiguous() for key, tensor in policy.hf_weights()}
     results["stream.as_held"] = everywhere(equals_shards(weights, policy, output / f"{case.name}-{mesh.world.rank}"))
+    results["stream.parts"] = everywhere(has_engine_parts(weights, policy))
     if case.name in STREAM_MEASURED:
         results["stream.peak"] = stream_peak(policy, bucket_bytes=BUCKET_BYTES)
         results["stream.peak_of_one_bucket"] = stream_peak(policy, bucket_bytes=2**30)
@@ -123,6 +125,24 @@ def equals_shards(streamed: dict[str, Tensor], policy: Policy, scratch: Path) ->
     located = replace(policy.parameters, local=cut)
     hf_weights.load_weights(located, open_source(scratch, policy.architecture), mesh=policy.mesh)
     return all(torch.equal(cut[name], shard) for name, shard in policy.parameters.local.items())
+
+
+def has_engine_parts(weights: dict[str, Tensor], policy: Policy) -> bool:
+    """Whether engines of every size that fits get what they would cut out of the whole tensors, bit for bit."""
+    world, architecture = policy.mesh.world, policy.architecture
+    for engine_tp in (size for size in (2, 4) if world.size % size == 0):
+        streamed = {name: tensor.clone() for name, tensor in policy.hf_weights(engine_tp=engine_tp)}
+        slabs = {slab.hf_name: slab for slab in engine_slabs(architecture, tp=engine_tp, rank=world.rank % engine_tp)}
+        slabs.setdefault("lm_head.weight", slabs["model.embed_tokens.weight"])
+        if list(streamed) != list(weights):
+            return False
+        for name, slab in slabs.items():
+            mine, whole = (
+                tensors[name].narrow(slab.dim, slab.start, slab.stop - slab.start) for tensors in (streamed, weights)
+            )
+            if streamed[name].shape != weights[name].shape or not torch.equal(mine, whole):
+                return False
+    return True
 
 
 def stream_peak(policy: Policy, *, bucket_bytes: int) -> Tensor:

@@ -18,6 +18,11 @@ def test_a_trained_policy_streams_the_shards_that_its_ranks_hold_bit_for_bit(cas
     assert bool(suite.outcomes[case.name]["stream.as_held"])
 
 
+@cases
+def test_engines_of_several_ranks_get_their_parts_of_the_same_tensors(case: Case, suite: Suite) -> None:
+    assert bool(suite.outcomes[case.name]["stream.parts"])
+
+
 @pytest.mark.parametrize(("name", "tp"), STREAM_MEASURED.items(), ids=STREAM_MEASURED)
 def test_streaming_holds_no_more_than_a_bucket_of_each_rank_and_one_parameter(
     name: str, tp: int, suite: Suite

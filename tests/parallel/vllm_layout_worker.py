@@ -4,12 +4,14 @@ argv: the directories of models. Exits with an error where a greedy completion i
 """
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from toy_step import DENOMINATOR, TEMPERATURE, make_step, megatron_config, policy_config, share_of
 from transformers import AutoConfig, Qwen3ForCausalLM
 
@@ -23,6 +25,7 @@ from dppo_megatron.parallel.exchange import exchange
 from dppo_megatron.parallel.hf_names import streamed_names
 from dppo_megatron.parallel.mesh import lay_out, split_axis
 from dppo_megatron.parallel.policy import Policy
+from dppo_megatron.parallel.resharding import engine_slabs
 from dppo_megatron.plan import Layout
 from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.loss import PolicyLoss
@@ -65,6 +68,7 @@ def start_engine(model: Path, architecture: Architecture, *, tp: int) -> VllmGen
         time_limit_seconds=300.0,
         pool=partial(collectives.gather_objects, axis=ranks),
         engine_rank=ranks.rank,
+        tensor_parallel_size=ranks.size,
     )
 
 
@@ -89,7 +93,9 @@ def train_and_sample(name: str, model: Path, architecture: Architecture, generat
     seen = []
     for version in range(NUM_UPDATES):
         policy.update(rows, loss=loss, denominator=DENOMINATOR, temperature=TEMPERATURE)
-        generator.load_weights(policy.hf_weights(), version=version)
+        weights = policy.hf_weights(engine_tp=generator.tensor_parallel_size)
+        weights = without_the_parts_of_others(weights, architecture, engine_tp=generator.tensor_parallel_size)
+        generator.load_weights(weights, version=version)
         rollouts = generator.generate(share, Draws(0, version), GREEDY)
         assert rollouts.version == version
         sampled = [rollouts.completions[row].tolist() for row in range(len(share))]
@@ -97,6 +103,20 @@ def train_and_sample(name: str, model: Path, architecture: Architecture, generat
         assert sampled == expected, f"{name}, update {version}: {sampled} is not {expected}"
         seen.append(sampled)
     assert seen[0] != seen[-1], "five updates change what is likeliest, else nothing is shown"
+
+
+def without_the_parts_of_others(
+    weights: Iterator[tuple[str, Tensor]], architecture: Architecture, *, engine_tp: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The stream with NaN where this rank of an engine should not look."""
+    rank = torch.distributed.get_rank() % engine_tp
+    parts = {slab.hf_name: slab for slab in engine_slabs(architecture, tp=engine_tp, rank=rank)}
+    parts.setdefault("lm_head.weight", parts["model.embed_tokens.weight"])
+    for name, tensor in weights:
+        part, spoilt = parts[name], torch.full_like(tensor, torch.nan)
+        interval = (part.dim, part.start, part.stop - part.start)
+        spoilt.narrow(*interval).copy_(tensor.narrow(*interval))
+        yield name, spoilt
 
 
 @torch.no_grad()

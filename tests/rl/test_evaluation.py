@@ -18,6 +18,8 @@ LENGTHS = np.array([[1, 2, 3], [4, 4, 4], [2, 2, 2], [1, 1, 4]])
 class FixedGenerator:
     """Completions of known lengths; those of 4 tokens were cut."""
 
+    tensor_parallel_size = 1
+
     def close(self) -> None:
         raise AssertionError("evaluation closes nothing")
 

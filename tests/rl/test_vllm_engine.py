@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -105,6 +106,7 @@ def started(source: Path) -> Iterator[Started]:
         time_limit_seconds=300.0,
         pool=lambda mine: [mine],
         engine_rank=0,
+        tensor_parallel_size=1,
     )
     yield Started(generator, engine, before, after)
     generator.close()
@@ -245,6 +247,47 @@ def test_fifty_updates_keep_the_memory_flat(started: Started) -> None:
         started.generator.load_weights(((name, tensor.clone()) for name, tensor in weights(model)), version=version)
         resident.append(process.memory_info().rss)
     assert resident[-1] - resident[9] < 2 * size, "fifty updates must not keep what two hold"
+
+
+def another_generator(started: Started, *, limit: float) -> VllmGenerator:
+    """Over the same engine, because what failed once stays so."""
+    generator = VllmGenerator(
+        started.engine,
+        weight_names=streamed_names(read_architecture(CONFIG.to_dict())),
+        max_model_len=128,
+        time_limit_seconds=limit,
+        pool=lambda mine: [mine],
+        engine_rank=0,
+        tensor_parallel_size=1,
+    )
+    generator.load_weights(weights(new_model(7)), version=7)
+    return generator
+
+
+def test_an_engine_that_is_too_slow_is_an_error_that_names_the_requests(started: Started) -> None:
+    generator = another_generator(started, limit=1e-3)
+    with pytest.raises(RuntimeError, match=r"was not done after 0.001 s .*; unfinished requests: 0\.0\.0"):
+        generator.generate(prompts(), Draws(0, 0), GREEDY)
+    with pytest.raises(RuntimeError, match="has failed before"):
+        generator.generate(prompts(), Draws(0, 0), GREEDY)
+    # Its thread ends behind the step that it is in; then the engine is free for others.
+    generator._thread.close()
+    generator._thread.join()
+    started.engine._engine.abort_request([f"{row}.0.0" for row in range(4)])
+
+
+def test_an_engine_whose_model_breaks_is_an_error_with_its_own_words(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor: Any = started.engine._engine.engine_core.engine_core.model_executor
+
+    def break_down(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(executor, "execute_model", break_down)
+    generator = another_generator(started, limit=60.0)
+    with pytest.raises(RuntimeError, match=r"out of memory, say; unfinished requests: 0\.0\.0"):
+        generator.generate(prompts(), Draws(0, 0), GREEDY)
 
 
 @pytest.mark.parametrize(

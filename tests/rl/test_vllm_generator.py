@@ -91,7 +91,13 @@ def generator(
     rank: int = 0,
 ) -> VllmGenerator:
     result = VllmGenerator(
-        engine, weight_names=NAMES, max_model_len=8, time_limit_seconds=limit, pool=pool, engine_rank=rank
+        engine,
+        weight_names=NAMES,
+        max_model_len=8,
+        time_limit_seconds=limit,
+        pool=pool,
+        engine_rank=rank,
+        tensor_parallel_size=1,
     )
     result.load_weights(weights(*NAMES), version=4)
     return result
