@@ -3,15 +3,18 @@
 torchrun --nproc-per-node=2 tools/benchmarks/weight_sync.py MODEL_DIR [--layers 30] [--repeats 3]
 
 MODEL_DIR is made where it does not exist (135 million parameters with 30 layers). The trainer's layout is TP over
-all processes, the engine's TP 1. Without vLLM the last column stays empty.
+all processes; engines have one rank, or one engine has all. Without vLLM the last column stays empty.
 """
 
 import argparse
 import collections
 import importlib.util
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +31,6 @@ from dppo_megatron.config.schema import (
     PolicyConfig,
     SchedulerConfig,
 )
-from dppo_megatron.parallel import hf_weights
 from dppo_megatron.parallel.mesh import Mesh, open_mesh
 from dppo_megatron.parallel.policy import Policy
 from dppo_megatron.plan import Layout
@@ -112,6 +114,30 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def gather_alone(num_bytes: int, *, bucket_bytes: int, repeats: int) -> float:
+    """The collectives of a stream and nothing else: the same bytes in the same buckets, between two tensors."""
+    size = dist.get_world_size()
+    source = torch.ones(min(bucket_bytes, num_bytes // size) // 4)
+    target = torch.empty(size * source.numel())
+    count = -(-num_bytes // (target.numel() * 4))
+
+    def gather() -> None:
+        for _ in range(count):
+            dist.all_gather_into_tensor(target, source)
+
+    return seconds(gather, repeats=repeats)
+
+
+def read_stream(policy: Policy, engine_tp: int) -> None:
+    """The stream without a reader."""
+    collections.deque(policy.hf_weights(engine_tp=engine_tp), maxlen=0)
+
+
+def load(engine: VllmEngine, policy: Policy) -> None:
+    """The stream with its reader."""
+    engine.reload(policy.hf_weights())
+
+
 def measure(policy: Policy, *, repeats: int) -> None:
     """Print the table on the first rank."""
     first, size = policy.mesh.world.is_first, policy.mesh.world.size
@@ -122,19 +148,17 @@ def measure(policy: Policy, *, repeats: int) -> None:
     if first:
         print(f"{num_bytes / MEBIBYTE:.0f} MiB sent with lm_head, TP {size}: each rank receives 1 - 1/{size} of it")
         print(f"a copy in memory {copy_seconds:.3f} s; a plain state_dict gather {plain:.3f} s")
-        print("bucket MiB   stream s  / copy   into vLLM s  / copy")
+        print("            gather alone   to engines of TP 1    to one engine        TP 1 into vLLM")
+        print("bucket MiB        s  / copy       s  / copy           s  / copy            s  / copy")
     for bucket in BUCKETS:
-
-        def stream(bucket: int = bucket) -> Iterator[tuple[str, torch.Tensor]]:
-            return hf_weights.stream_weights(policy.parameters, mesh=policy.mesh, bucket_bytes=bucket * MEBIBYTE)
-
-        alone = seconds(lambda stream=stream: collections.deque(stream(), maxlen=0), repeats=repeats)
-        cells = f"{bucket:10}   {alone:8.3f}  {alone / copy_seconds:6.1f}"
+        policy.config = replace(policy.config, refit_buffer_size_gb=bucket / 1024)
+        taken = [gather_alone(num_bytes, bucket_bytes=bucket * MEBIBYTE, repeats=repeats)] if bucket else [math.nan]
+        taken += [seconds(partial(read_stream, policy, engine_tp), repeats=repeats) for engine_tp in (1, size)]
         if engine is not None:
-            whole = seconds(lambda stream=stream: engine.reload(stream()), repeats=repeats)
-            cells += f"   {whole:11.3f}  {whole / copy_seconds:6.1f}"
+            taken.append(seconds(partial(load, engine, policy), repeats=repeats))
         if first:
-            print(cells, flush=True)
+            cells = "   ".join(f"{value:8.3f} {value / copy_seconds:7.1f}" for value in taken)
+            print(f"{bucket:10} {cells}", flush=True)
     if engine is not None:
         engine.close(healthy=True)
 
