@@ -27,6 +27,7 @@ from dppo_megatron.parallel.safetensors_file import FileRecord, TensorEntry, wri
 from dppo_megatron.parallel.sharded_files import TargetLayout
 from dppo_megatron.parallel.torch_dist_files import Chunk, write_chunks, write_metadata
 from dppo_megatron.parallel.weight_source import POLICY_DIRECTORY, WeightSource, open_source, read_hugging_face
+from dppo_megatron.read_ahead import read_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ def _write_torch_dist(model: Model, work: _Workplace, meter: _Meter) -> None:
         entry = work.done(name)
         if entry is None:
             tensors = ((p, meter.take(p.name, model.source.shard(p, tp=1, rank=0))) for p in group)
-            written = write_chunks(work.directory / name, tensors)
+            written = write_chunks(work.directory / name, read_ahead(tensors))
             entry = Entry(written.record, written.chunks)
             work.keep(name, entry)
         else:
@@ -260,7 +261,7 @@ def _write_sharded(model: Model, work: _Workplace, meter: _Meter, layout: Target
             tensors = (
                 (key, meter.take(p.name, model.source.shard(p, tp=layout.tp, rank=rank))) for key, p, _ in rows
             )
-            work.keep(name, Entry(write_safetensors(work.directory / name, entries, tensors)))
+            work.keep(name, Entry(write_safetensors(work.directory / name, entries, read_ahead(tensors))))
     layout.write(work.directory / POLICY_DIRECTORY)
 
 
@@ -279,7 +280,7 @@ def convert_to_hf(model: Model, target: Path, *, progress: Progress, shard_bytes
             continue
         wanted = [entry.name for entry in file.entries]
         tensors = ((name, meter.take(name, tensor)) for name, tensor in _hf_tensors(model, wanted))
-        work.keep(file.name, Entry(write_safetensors(work.directory / file.name, file.entries, tensors)))
+        work.keep(file.name, Entry(write_safetensors(work.directory / file.name, file.entries, read_ahead(tensors))))
     write_index(work.directory, files)
     work.publish(model)
 

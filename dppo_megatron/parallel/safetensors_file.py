@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_SYNC_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,35 +38,51 @@ class FileRecord:
 
 
 class HashingFile:
-    """A new file that is written from front to back and hashed on the way; on the disk when closed."""
+    """A new file that is written from front to back; a thread hashes and syncs what is written meanwhile.
+
+    Syncing on the way keeps the disk busy from the first write on, instead of all of it waiting for the last.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
         self._hash = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._settling: Future[None] | None = None
+        self._num_unsynced = 0
         self.num_bytes = 0
 
     def __enter__(self) -> "HashingFile":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
+        # Nothing is closed under the thread's hands; after an error its own error is of no use.
+        self._thread.shutdown()
+        with self._file:
+            if kind is None:
+                self._wait()
+                os.fsync(self._file.fileno())
 
-    def write(self, data: bytes | memoryview) -> int:
-        """Append."""
-        self._file.write(data)
+    def _wait(self) -> None:
+        if self._settling is not None:
+            self._settling.result()
+
+    def _settle(self, data: bytes | memoryview) -> None:
         self._hash.update(data)
-        self.num_bytes += len(data)
-        return len(data)
+        self._num_unsynced += len(data)
+        if self._num_unsynced >= _SYNC_BYTES:
+            os.fdatasync(self._file.fileno())
+            self._num_unsynced = 0
 
-    def flush(self) -> None:
-        """Hand what is buffered to the system."""
+    def write(self, data: bytes | memoryview) -> None:
+        """Append; ``data`` must not change before the next call or the end."""
+        self._wait()
+        self._file.write(data)
         self._file.flush()
+        self.num_bytes += len(data)
+        self._settling = self._thread.submit(self._settle, data)
 
     def record(self) -> FileRecord:
-        """What was written so far."""
+        """What was written; for after the end."""
         return FileRecord(self.num_bytes, self._hash.hexdigest())
 
 
