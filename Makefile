@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
-VLLM_TESTS := tests/rl/test_vllm_engine.py tests/parallel/test_vllm_layouts.py tests/end_to_end/test_vllm.py
+VLLM_TESTS := tests/rl/test_vllm_engine.py tests/parallel/test_vllm_layouts.py tests/parallel/test_vllm_exports.py \
+  tests/end_to_end/test_vllm.py
 MODEL := models/tiny-sort
 RUN := results/quickstart-$(shell date +%Y%m%d-%H%M%S)
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,42 +42,50 @@ _LLAMA3 = {
 }
 
 
+def _sizes(changes: dict[str, Any]) -> dict[str, Any]:
+    return _SIZES | changes
+
+
 def _llama(**changes: Any) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**_SIZES | changes))
+    return LlamaForCausalLM(LlamaConfig(**_sizes(changes)))
 
 
-def _mistral() -> PreTrainedModel:
-    return MistralForCausalLM(MistralConfig(**_SIZES, head_dim=16, sliding_window=None))
+def _mistral(**changes: Any) -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**_sizes({"head_dim": 16, "sliding_window": None} | changes)))
 
 
-def _qwen2(*, tied: bool) -> PreTrainedModel:
-    return Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=tied))
+def _qwen2(**changes: Any) -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**_sizes(changes)))
 
 
-def _qwen3(*, tied: bool) -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=tied))
+def _qwen3(**changes: Any) -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**_sizes({"head_dim": 16} | changes)))
 
 
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3": lambda: _qwen3(tied=False),
-    "qwen3_tied": lambda: _qwen3(tied=True),
-    "qwen2": lambda: _qwen2(tied=False),
-    "qwen2_tied": lambda: _qwen2(tied=True),
-    "llama2": lambda: _llama(num_key_value_heads=4),
-    "llama31": lambda: _llama(rope_parameters=_LLAMA3),
-    "llama_linear": lambda: _llama(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
-    "smollm2": lambda: _llama(tie_word_embeddings=True),
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
+    "qwen3": partial(_qwen3, tie_word_embeddings=False),
+    "qwen3_tied": partial(_qwen3, tie_word_embeddings=True),
+    "qwen2": partial(_qwen2, tie_word_embeddings=False),
+    "qwen2_tied": partial(_qwen2, tie_word_embeddings=True),
+    "llama2": partial(_llama, num_key_value_heads=4),
+    "llama31": partial(_llama, rope_parameters=_LLAMA3),
+    "llama_linear": partial(_llama, rope_parameters=_LINEAR),
+    "smollm2": partial(_llama, tie_word_embeddings=True),
     "mistral": _mistral,
 }
 
 
-def make_family(name: str, directory: Path, *, companions: Path, dtype: torch.dtype = torch.float32) -> None:
+def make_family(
+    name: str, directory: Path, *, companions: Path, dtype: torch.dtype = torch.float32, **changes: Any
+) -> None:
     """Write a random model of a family: norms and biases are random too, so that none can be forgotten.
 
-    companions: a model's directory, whose tokenizer and generation settings are copied.
+    companions: a model's directory, whose tokenizer and generation settings are copied. changes: of its
+    configuration.
     """
     torch.manual_seed(sum(name.encode()))
-    model = FAMILIES[name]()
+    model = FAMILIES[name](**changes)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
