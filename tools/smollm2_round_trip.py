@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -70,8 +71,18 @@ def continue_greedily(directory: Path) -> str:
 def write_sums(path: Path) -> None:
     """One-digit sums behind three examples."""
     pairs = [(a, b) for a in range(1, 5) for b in range(1, 5)]
-    rows = [{"input": f"{_SHOTS}{a} + {b} =", "output": str(a + b)} for a, b in pairs]
+    # With the space that the model writes: exact_match compares character for character.
+    rows = [{"input": f"{_SHOTS}{a} + {b} =", "output": f" {a + b}"} for a, b in pairs]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+
+
+def count_changed(source: Path, trained: Path) -> int:
+    """Tensors that differ. Raises RuntimeError where there is none: no step was taken."""
+    before, after = (load_file(directory / "model.safetensors") for directory in (source, trained))
+    num_changed = sum(not torch.equal(tensor, after[name]) for name, tensor in before.items())
+    if not num_changed:
+        raise RuntimeError("three steps changed no weight: every group had equal rewards")
+    return num_changed
 
 
 def silent(done: int, total: int) -> None:
@@ -95,6 +106,7 @@ def round_trip(output: Path) -> None:
     config = output / "config.yaml"
     config.write_text(_CONFIG.format(model=megatron, data=output / "sums.jsonl", output=output), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "dppo_megatron", "train", str(config)], check=True)
+    print(f"training changed {count_changed(source, output / 'run' / 'hf')} tensors")
     print(f"trained generates: {continue_greedily(output / 'run' / 'hf')!r}")
     checkpoint = Model.open(output / "checkpoints" / "step_3")
     convert_to_hf(checkpoint, output / "from_checkpoint", progress=silent)
