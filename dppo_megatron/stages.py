@@ -15,6 +15,7 @@ from dppo_megatron.batches import (
     PackedRow,
     PromptBatch,
     PrunedBatch,
+    Purpose,
     RolloutBatch,
     RowPlan,
     Sampling,
@@ -28,7 +29,7 @@ from dppo_megatron.plan import padding_multiples, token_alignment
 from dppo_megatron.rl.advantages import group_advantages
 from dppo_megatron.rl.audit import AuditReport, sketch
 from dppo_megatron.rl.draws import Draws, hash_parts
-from dppo_megatron.rl.evaluation import Evaluation, EvaluationSums, evaluate
+from dppo_megatron.rl.evaluation import Evaluation, EvaluationSums
 from dppo_megatron.rl.merging import merge
 from dppo_megatron.rl.packing import PackingReport, plan_rows, report_packing
 from dppo_megatron.rl.prompts import count_earlier
@@ -309,23 +310,32 @@ def update(run: Run, batch: MiniBatch, *, step: int) -> TrainStats:
 
 
 def validate(run: Run, num_steps_done: int) -> float:
-    """Accuracy on the validation prompts under the generator's weights, equal on every rank."""
+    """Accuracy on the validation prompts under the generator's weights, equal on every rank.
+
+    Where an engine fails: EngineError on every rank.
+    """
     assert run.inputs.validation is not None
-    axis = run.mesh.generation
-    sums = evaluate(
-        run.generator,
-        prompts=run.inputs.validation.share(rank=axis.rank, size=axis.size),
-        draws=Draws(run.config.grpo.seed, num_steps_done),
-        sampling=run.validation_sampling,
-        score=run.score,
-    )
+    axis, sampling = run.mesh.generation, run.validation_sampling
+    assert sampling.purpose is Purpose.VALIDATION, "validation has its own random stream"
+    share = run.inputs.validation.share(rank=axis.rank, size=axis.size)
+    rollouts = _agreed(run, _completions(run, share, Draws(run.config.grpo.seed, num_steps_done), sampling))
+    sums = EvaluationSums.of(rollouts, run.score(rollouts), num_generations=sampling.num_generations)
     total = EvaluationSums.from_array(collectives.sum_array(sums.to_array(), axis))
     return Evaluation.from_sums(total).accuracy
 
 
+def try_to_validate(run: Run, num_steps_done: int) -> float | EngineError:
+    """The accuracy, or the failure, which is to be raised once the step before it is saved and logged."""
+    try:
+        return validate(run, num_steps_done)
+    except EngineError as error:
+        return error
+
+
 def save_checkpoint(run: Run, step: int, accuracy: float | None) -> Path | None:
     """Write the checkpoint of the steps up to ``step``; it shows once it is published. None where it could not be."""
-    assert run.state is not None
+    if run.state is None:
+        return None
     metric = accuracy if run.config.checkpointing.metric_name is not None else None
     return run.state.save(
         run.policy, prompts=run.prompts, history=run.history, num_steps_done=step + 1, metric=metric

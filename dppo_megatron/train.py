@@ -22,6 +22,7 @@ from dppo_megatron.run_log import METRICS_FILE, RunLog, SilentLog
 from dppo_megatron.run_setup import Run, read_inputs, set_up
 from dppo_megatron.stage_clock import StageClock
 from dppo_megatron.stages import (
+    EngineError,
     StepStart,
     attach_logprobs,
     audit,
@@ -34,6 +35,7 @@ from dppo_megatron.stages import (
     save_checkpoint,
     save_stopped,
     score,
+    try_to_validate,
     update,
     validate,
 )
@@ -78,9 +80,10 @@ def train(run: Run, log: RunLog | SilentLog, watchdog: Watchdog) -> None:
         with clock.stage("weight_sync"):
             generator.load_weights(policy.hf_weights(engine_tp=generator.tensor_parallel_size), version=step + 1)
         with clock.stage("validation"):
-            accuracy = validate(run, step + 1) if run.validates_after(step) else None
+            accuracy = try_to_validate(run, step + 1) if run.validates_after(step) else None
+            failure, accuracy = (accuracy, None) if isinstance(accuracy, EngineError) else (None, accuracy)
         with clock.stage("checkpoint"):
-            checkpoint = save_checkpoint(run, step, accuracy) if run.saves_after(step) else None
+            checkpoint = save_checkpoint(run, step, accuracy) if run.saves_after(step) or failure else None
         seconds = clock.step_seconds()
         record = step_record(run, step, scores, batches, stats, audited=audited, accuracy=accuracy, seconds=seconds)
         log.step(record)
@@ -88,6 +91,8 @@ def train(run: Run, log: RunLog | SilentLog, watchdog: Watchdog) -> None:
             log.note(note)
         if checkpoint is not None:
             publish_checkpoint(run, checkpoint)
+        if failure is not None:
+            raise failure
         slowest = max(slowest, seconds.total)
         leave_if_asked(run, step, slowest_seconds=slowest)
 

@@ -1,13 +1,10 @@
 """Validation: sampled completions of held-out prompts, scored and summed over ranks."""
 
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from dppo_megatron.batches import FinishReason, FloatArray, PromptBatch, Purpose, RolloutBatch, Sampling
-from dppo_megatron.rl.draws import Draws
-from dppo_megatron.rl.generator import Generator
+from dppo_megatron.batches import FinishReason, FloatArray, RolloutBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +25,19 @@ class EvaluationSums:
     def to_array(self) -> FloatArray:
         """The sums as float64 [6], to be added over ranks."""
         return np.array(astuple(self), np.float64)
+
+    @classmethod
+    def of(cls, rollouts: RolloutBatch, rewards: FloatArray, *, num_generations: int) -> "EvaluationSums":
+        """Of the samples of some prompts, possibly none; rewards: [N] of N completions."""
+        assert rewards.shape == (len(rollouts.completions),)
+        return cls(
+            num_prompts=len(rollouts.prompts),
+            num_samples=len(rewards),
+            reward=float(rewards.sum()),
+            best_reward=float(rewards.reshape(-1, num_generations).max(axis=1).sum()),
+            completion_tokens=len(rollouts.completions.values),
+            num_stopped=float((rollouts.finish_reasons == FinishReason.STOP).sum()),
+        )
 
     @classmethod
     def from_array(cls, sums: FloatArray) -> "EvaluationSums":
@@ -58,29 +68,3 @@ class Evaluation:
             mean_length=sums.completion_tokens / sums.num_samples,
             stop_fraction=sums.num_stopped / sums.num_samples,
         )
-
-
-def evaluate(
-    generator: Generator,
-    *,
-    prompts: PromptBatch,
-    draws: Draws,
-    sampling: Sampling,
-    score: Callable[[RolloutBatch], FloatArray],
-) -> EvaluationSums:
-    """Sample and score this rank's share of the validation prompts, which may be empty.
-
-    score: rewards float64 [N] of a rollout batch.
-    """
-    assert sampling.purpose is Purpose.VALIDATION, "validation has its own random stream"
-    rollouts = generator.generate(prompts, draws, sampling)
-    rewards = score(rollouts)
-    assert rewards.shape == (len(rollouts.completions),)
-    return EvaluationSums(
-        num_prompts=len(prompts),
-        num_samples=len(rewards),
-        reward=float(rewards.sum()),
-        best_reward=float(rewards.reshape(-1, sampling.num_generations).max(axis=1).sum()),
-        completion_tokens=len(rollouts.completions.values),
-        num_stopped=float((rollouts.finish_reasons == FinishReason.STOP).sum()),
-    )

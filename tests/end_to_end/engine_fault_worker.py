@@ -25,7 +25,9 @@ from dppo_megatron.stop_request import StopRequest
 from dppo_megatron.train import train
 from dppo_megatron.watchdog import Watchdog
 
-FATAL_STEP = 3
+FATAL_STEP, FATAL_VALIDATION = 3, 4
+STARTS = ((0, Purpose.GENERATION), (FATAL_STEP, Purpose.VALIDATION), (FATAL_VALIDATION, None))
+"""The first step of each start, and what its engine fails in on one rank."""
 
 
 @dataclass
@@ -33,7 +35,7 @@ class FailingGenerator:
     """Another generator, until it fails; remembers the prompts that it was asked for."""
 
     inner: Generator
-    fails: bool
+    fails_in: Purpose | None
     asked: dict[int, list[int]] = field(default_factory=dict)
     tensor_parallel_size: int = 1
 
@@ -43,8 +45,9 @@ class FailingGenerator:
     def generate(self, prompts: PromptBatch, draws: Draws, sampling: Sampling) -> RolloutBatch:
         if sampling.purpose is Purpose.GENERATION:
             self.asked[draws.step] = prompts.prompt_ids.tolist()
-            if self.fails and draws.step == FATAL_STEP:
-                raise RuntimeError("vLLM failed; unfinished requests: 7.0.1")
+        fatal = FATAL_VALIDATION if sampling.purpose is Purpose.VALIDATION else FATAL_STEP
+        if self.fails_in is sampling.purpose and draws.step == fatal:
+            raise RuntimeError("vLLM failed; unfinished requests: 7.0.1")
         return self.inner.generate(prompts, draws, sampling)
 
     def close(self) -> None:
@@ -61,16 +64,16 @@ def main() -> None:
     asked: list[dict[int, list[int]]] = []
     stop = StopRequest(must_save_by_seconds=None)
     watchdog = Watchdog(loaded.config.dppo.watchdog, directory=Path(loaded.config.logger.log_dir), rank=rank)
-    for first_step, fails in ((0, rank == 1), (FATAL_STEP, False)):
+    for first_step, fails_in in STARTS:
         with open_mesh(layout, seed=0) as mesh, set_up(loaded, read_inputs(loaded.config), mesh, stop=stop) as run:
             assert run.first_step == first_step, run.first_step
-            generator = FailingGenerator(run.generator, fails=fails)
+            generator = FailingGenerator(run.generator, fails_in=fails_in if rank == 1 else None)
             message = ""
             try:
                 train(replace(run, generator=generator), SilentLog(), watchdog)
             except EngineError as error:
                 message = str(error)
-            assert message == ("" if first_step else "rank 1: vLLM failed; unfinished requests: 7.0.1"), message
+            assert message == ("rank 1: vLLM failed; unfinished requests: 7.0.1" if fails_in else ""), message
             asked.append(generator.asked)
     assert asked[0][FATAL_STEP] == asked[1][FATAL_STEP], "the step is taken again with the same prompts"
     torch.distributed.destroy_process_group()

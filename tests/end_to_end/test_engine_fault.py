@@ -24,11 +24,12 @@ def test_every_rank_hears_of_a_failed_engine_and_the_restart_takes_that_step_aga
         "checkpointing.keep_top_k=null",
         "grpo.val_at_start=false",
         "grpo.val_at_end=false",
-        "grpo.val_period=0",
+        "grpo.val_period=4",
+        "grpo.max_val_samples=4",
         "dppo.reward.function=partial_credit:score",  # so that every step trains
         num_processes=2,
     )
     checkpoints = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
-    assert checkpoints == {"step_3", "step_5"}
+    assert checkpoints == {"step_3", "step_4", "step_5"}
     state = json.loads((tmp_path / "run" / "checkpoints" / "step_3" / "run_state.json").read_text())
     assert state["prompts"]["cursor"] == 3 * 8
