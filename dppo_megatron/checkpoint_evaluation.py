@@ -133,7 +133,7 @@ def dataset_configs(config: Config) -> tuple[tuple[str, DatasetConfig], ...]:
     for name, path in named.items():
         if not isinstance(path, str):
             raise ValueError(f"dppo.evaluation.datasets.{name}: {path!r}; allowed: the path of a JSONL file")
-    return tuple((name, replace(base, data_path=path)) for name, path in named.items())
+    return tuple((name, replace(base, data_path=path, dataset_name=None)) for name, path in named.items())
 
 
 def _evaluate_all(

@@ -203,9 +203,14 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """One data set of ``data``: a JSONL file and how its rows become prompts."""
+    """One data set of ``data``: a JSONL file and how its rows become prompts.
+
+    dataset_name, split: a public set by its name, whose ``data_path`` ``named_sets`` knows; else null.
+    """
 
     data_path: str
+    dataset_name: str | None = None
+    split: str | None = None
     input_key: str = "input"
     output_key: str = "output"
     prompt_file: str | None = None
