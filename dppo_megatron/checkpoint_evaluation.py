@@ -150,8 +150,7 @@ def _evaluate_all(
     if mesh.world.is_first:
         output.mkdir(parents=True, exist_ok=True)
     found = []
-    base = config.data.validation or config.data.train
-    reward = make_reward(base.env_name, reward=config.dppo.reward, env=config.env)
+    reward = make_reward(config.data.train.env_name, reward=config.dppo.reward, env=config.env)
     try:
         for name, dataset in datasets.items():
             prompts = validation_batch(dataset, max_samples=len(dataset))

@@ -19,7 +19,7 @@ from dppo_megatron.config.overrides import apply_override
 from dppo_megatron.config.problem import REQUIRED, ConfigError, Place, Problem
 from dppo_megatron.config.registry import registry, take_foreign_keys
 from dppo_megatron.config.rules import RANGE_TEXTS, find_problems
-from dppo_megatron.config.schema import Config, DatasetConfig
+from dppo_megatron.config.schema import Config, DatasetConfig, TrainDatasetConfig
 from dppo_megatron.config.sections import (
     build_config,
     fill_defaults,
@@ -225,11 +225,11 @@ class _Draft:
         shared = data.pop("default", None) or {}
         if not isinstance(shared, dict):
             return self._refuse("data.default", shared, "must be a block of keys")
-        for part in ("train", "validation"):
+        for part, section in (("train", TrainDatasetConfig), ("validation", DatasetConfig)):
             block = data.get(part)
             if not isinstance(block, dict):
                 continue
-            for name in (name for name in hints(DatasetConfig) if name in shared and name not in block):
+            for name in (name for name in hints(section) if name in shared and name not in block):
                 block[name] = shared[name]
                 key = f"data.default.{name}"
                 self.places[f"data.{part}.{name}"] = self._problem(key, None, "", "").place
