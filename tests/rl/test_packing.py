@@ -11,7 +11,7 @@ from dppo_megatron.config.schema import SequencePackingConfig
 from dppo_megatron.rl import bin_packing
 from dppo_megatron.rl.bins import RowLimits
 from dppo_megatron.rl.draws import hash_parts
-from dppo_megatron.rl.packing import pack, plan_rows, report_packing
+from dppo_megatron.rl.packing import plan_rows, report_packing
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "benchmarks" / "packing.py"))
 ALGORITHMS = BENCHMARK["ALGORITHMS"]
