@@ -133,7 +133,7 @@ def dataset_configs(config: Config) -> tuple[tuple[str, DatasetConfig], ...]:
     for name, path in named.items():
         if not isinstance(path, str):
             raise ValueError(f"dppo.evaluation.datasets.{name}: {path!r}; allowed: the path of a JSONL file")
-    return tuple((name, replace(base, data_path=path)) for name, path in named.items())
+    return tuple((name, replace(base, data_path=path, dataset_name=None)) for name, path in named.items())
 
 
 def _evaluate_all(
@@ -150,8 +150,7 @@ def _evaluate_all(
     if mesh.world.is_first:
         output.mkdir(parents=True, exist_ok=True)
     found = []
-    base = config.data.validation or config.data.train
-    reward = make_reward(base.env_name, reward=config.dppo.reward, env=config.env)
+    reward = make_reward(config.data.train.env_name, reward=config.dppo.reward, env=config.env)
     try:
         for name, dataset in datasets.items():
             prompts = validation_batch(dataset, max_samples=len(dataset))

@@ -99,7 +99,9 @@ def parameters(architecture: Architecture, stage: StageShape, *, tp: int) -> tup
     # With fewer key-value heads than ranks, several ranks hold each.
     kv_heads = max(architecture.num_key_value_heads // tp, 1)
     heads = architecture.num_attention_heads // tp
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads) + (2 * head_dim if architecture.qk_norm else 0)
+    biases = head_dim * (heads + 2 * kv_heads) if architecture.qkv_bias else 0
+    norms = 2 * head_dim if architecture.qk_norm else 0
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads) + biases + norms
     layer = attention + 3 * hidden * (architecture.ffn_hidden_size // tp) + 2 * hidden
     table = architecture.padded_vocab_size(tp) // tp * hidden
     # A tied table is held twice where the first and the last stage are two.

@@ -4,7 +4,7 @@ from dppo_megatron import metric_names
 from dppo_megatron.run_records import StepRecord
 
 _CAUSES = (
-    "policy.megatron_cfg.apply_rope_fusion or bias_activation_fusion, an FP8 key-value cache or FP8 rollouts, "
+    "policy.megatron_cfg.bias_activation_fusion, an FP8 key-value cache or FP8 rollouts, "
     "an engine precision that is not policy.precision, and weights or a prefix cache of an earlier step"
 )
 

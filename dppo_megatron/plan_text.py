@@ -36,7 +36,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
 
 def plan_text(plan: RunPlan) -> str:
     """The plan, section by section."""
-    sections = (_files, _warnings, _model, _layout, _batch, _padding, _savings, _memory, _launch)
+    sections = (_files, _warnings, _data, _model, _layout, _batch, _padding, _savings, _memory, _launch)
     return "\n".join(line for section in sections for line in section(plan))
 
 
@@ -46,8 +46,16 @@ def _files(plan: RunPlan) -> Iterator[str]:
 
 def _warnings(plan: RunPlan) -> Iterator[str]:
     if plan.warnings:
-        yield f"warnings       {len(plan.warnings)} keys change nothing here"
+        yield f"warnings       {len(plan.warnings)}"
         yield from (f"  {warning}" for warning in plan.warnings)
+
+
+def _data(plan: RunPlan) -> Iterator[str]:
+    data = plan.loaded.config.data
+    held_out = data.train.split_validation_size if data.validation is None else 0
+    yield f"data           {data.train.data_path}" + (f", {held_out:.0%} of it for validation" if held_out else "")
+    if data.validation is not None:
+        yield f"  validation   {data.validation.data_path}"
 
 
 def _model(plan: RunPlan) -> Iterator[str]:

@@ -3,9 +3,11 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dppo_megatron.architecture import Architecture, read_architecture
 from dppo_megatron.config.loader import Examination, LoadedConfig, examine
+from dppo_megatron.config.named_sets import DIRECTORY_VARIABLE, prepare_command, prepared_file
 from dppo_megatron.config.problem import Problem
 from dppo_megatron.config.schema import DppoConfig
 from dppo_megatron.known_models import known_config
@@ -25,9 +27,10 @@ _MODEL = "policy.model_name"
 
 
 def examine_run(path: str, overrides: Sequence[str]) -> Examination:
-    """Examine a configuration and, where its sizes can be had without the network, its model."""
+    """Examine a configuration, its model where the sizes can be had without the network, and files it needs."""
     found = examine(path, overrides)
     problems = list(_model_problems(found.loaded)) if found.loaded.config.policy.model_name else []
+    problems += [(problem, False) for problem in _missing_files(found.loaded)]
     known = {problem.key for problem in found.errors}
     errors = tuple(problem for problem, is_error in problems if is_error and problem.key not in known)
     warnings = tuple(problem for problem, is_error in problems if not is_error)
@@ -60,6 +63,27 @@ def _model_problems(loaded: LoadedConfig) -> Iterator[tuple[Problem, bool]]:
             value, _, reason = rest.partition(": ")
             if key.startswith("policy.megatron_cfg."):
                 yield Problem(key, int(value), loaded.place(key), reason, "change it, or the model"), True
+
+
+def _missing_files(loaded: LoadedConfig) -> Iterator[Problem]:
+    """What a recipe names without holding it, and is not on this machine: prepared sets, and prompts."""
+    data = loaded.config.data
+    for part, dataset in (("train", data.train), ("validation", data.validation)):
+        if dataset is None:
+            continue
+        name, split, key = dataset.dataset_name, dataset.split, f"data.{part}.dataset_name"
+        file = None if name is None else prepared_file(name, split)
+        if name is not None and file is not None and not file.is_file():
+            reason = f"it is read from {file}, which is not in {Path.cwd()}"
+            command = prepare_command(name, split)
+            yield Problem(key, name, loaded.place(key), reason, f"{command} (or set {DIRECTORY_VARIABLE})")
+        for field in ("prompt_file", "system_prompt_file"):
+            text, key = getattr(dataset, field), f"data.{part}.{field}"
+            if text is not None and not Path(text).is_file():
+                reason = f"there is no such file in {Path.cwd()}"
+                yield Problem(
+                    key, text, loaded.place(key), reason, "copy it from the recipe's repository, or use null"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,9 +228,7 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopReques
         loss=PolicyLoss(config.loss_fn, sequence_sums=SequenceSums(mesh.cp)),
         reward=reward,
         sampling=sampling,
-        validation_sampling=replace(
-            sampling, num_generations=grpo.val_num_generations_per_prompt, purpose=Purpose.VALIDATION
-        ),
+        validation_sampling=_validation_sampling(sampling, config),
         num_minibatches=arithmetic.num_minibatches,
         state=state,
         skipped=SkippedUpdates(
@@ -239,6 +237,15 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopReques
         stop=stop,
         first_step=resumed.num_steps_done if resumed else 0,
         num_steps=min(grpo.max_num_steps, grpo.max_num_epochs * prompts.steps_per_epoch),
+    )
+
+
+def _validation_sampling(sampling: Sampling, config: Config) -> Sampling:
+    return replace(
+        sampling,
+        num_generations=config.grpo.val_num_generations_per_prompt,
+        temperature=config.policy.generation.val_temperature,
+        purpose=Purpose.VALIDATION,
     )
 
 

@@ -1,5 +1,6 @@
 """The command line: what a user gets wrong is one clear message and an exit code."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
+RECIPE = Path(__file__).parent / "data" / "nemo_rl" / "configs" / "grpo_math_1B_megatron.yaml"
 
 
 def dppo(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -85,6 +87,27 @@ def test_a_bad_data_row_is_named_with_file_and_line(tiny_model: Path, tmp_path: 
     (tmp_path / "bad.jsonl").write_text('{"input": "21=", "output": "12"}\n{"input": "31="}\n')
     result = run(tiny_model, tmp_path, f"data.train.data_path={tmp_path}/bad.jsonl")
     assert_one_message(result, 2, "bad.jsonl:2", "output")
+
+
+def test_a_recipe_of_nemo_rl_trains_as_it_stands_on_another_model(tiny_model: Path, tmp_path: Path) -> None:
+    common = (
+        f"policy.model_name={tiny_model}",
+        "policy.tokenizer.chat_template=null",
+        "policy.precision=float32",
+        "policy.max_total_sequence_length=32",
+        "grpo.max_num_steps=1",
+    )
+    absent = dppo("train", RECIPE, *common, cwd=tmp_path)
+    command = "python tools/prepare_data.py openmathinstruct-2 data/openmathinstruct-2.jsonl"
+    assert_one_message(absent, 2, "OpenMathInstruct-2 is read from", command)
+    rows = [{"input": f"{number}=", "output": str(number)} for number in range(100, 200)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "openmathinstruct-2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "examples" / "prompts").mkdir(parents=True)
+    (tmp_path / "examples" / "prompts" / "cot.txt").write_text("{}")
+    result = dppo("train", RECIPE, *common, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "1 steps of 32 prompts x 16 completions" in result.stderr + result.stdout
 
 
 def test_a_dead_reward_function_ends_the_run_with_its_own_words(tiny_model: Path, tmp_path: Path) -> None:

@@ -33,5 +33,12 @@ def test_a_disagreement_past_its_limit_is_told_once_until_it_was_below() -> None
 def test_the_note_names_the_step_the_value_and_the_usual_causes() -> None:
     note = MismatchWatch(0.05).note(record(6, 0.1234))
     assert note is not None
-    for part in ("step 7", "0.123", "dppo.rollout.mismatch_warning = 0.05", "rope_fusion", "prefix cache", "FP8"):
+    for part in (
+        "step 7",
+        "0.123",
+        "dppo.rollout.mismatch_warning = 0.05",
+        "bias_activation_fusion",
+        "prefix cache",
+        "FP8",
+    ):
         assert part in note

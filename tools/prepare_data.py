@@ -86,6 +86,16 @@ def dapo_question(row: Row) -> str:
     return text.partition(_DAPO_AFTER)[0].strip()
 
 
+def dapo_prompt(row: Row) -> str:
+    """The prompt as the data set has it, its instructions included."""
+    return str(row["prompt"][0]["content"])
+
+
+def dapo_answer(row: Row) -> str:
+    """The answer of DAPO's rows."""
+    return str(row["reward_model"]["ground_truth"])
+
+
 def first_of(name: str) -> Callable[[Row], str | None]:
     """The only entry of a list field; None where an answer has several parts."""
 
@@ -100,14 +110,13 @@ def first_of(name: str) -> Callable[[Row], str | None]:
 SOURCES: Mapping[str, Source] = {
     "math": Source("EleutherAI/hendrycks_math", "*/train*", field("problem"), boxed("solution")),
     "gsm8k": Source("openai/gsm8k", "main/train*", field("question"), after_hashes),
-    "dapo-math-17k": Source(
-        "BytedTsinghua-SIA/DAPO-Math-17k",
-        "data/*",
-        dapo_question,
-        lambda row: str(row["reward_model"]["ground_truth"]),
-    ),
+    "dapo-math-17k": Source("BytedTsinghua-SIA/DAPO-Math-17k", "data/*", dapo_question, dapo_answer),
+    "dapo-math-17k-verbatim": Source("BytedTsinghua-SIA/DAPO-Math-17k", "data/*", dapo_prompt, dapo_answer),
+    "dapo-aime24-verbatim": Source("BytedTsinghua-SIA/AIME-2024", "data/*", dapo_prompt, dapo_answer),
+    "deepscaler": Source("agentica-org/DeepScaleR-Preview-Dataset", "deepscaler*", field("problem"), field("answer")),
+    # The part that NeMo-RL trains on; data/train-* would be all 14 million rows.
     "openmathinstruct-2": Source(
-        "nvidia/OpenMathInstruct-2", "data/train-*", field("problem"), field("expected_answer")
+        "nvidia/OpenMathInstruct-2", "data/train_1M-*", field("problem"), field("expected_answer")
     ),
     "math-500": Source("HuggingFaceH4/MATH-500", "test*", field("problem"), field("answer")),
     "aime24": Source("HuggingFaceH4/aime_2024", "data/*", field("problem"), field("answer")),

@@ -18,24 +18,15 @@ class VllmConfig:
 
     precision: Literal["float32", "bfloat16", "fp8"] = follows("policy.precision")
     tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
     gpu_memory_utilization: float = 0.6
     max_model_len: int = follows("policy.max_total_sequence_length")
     enforce_eager: bool = False
     kv_cache_dtype: str = "auto"
-    async_engine: bool = False
-
-
-@dataclass(frozen=True)
-class ColocatedConfig:
-    """``policy.generation.colocated``: the engine lives in the trainer's processes."""
-
-    enabled: bool = True
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """``policy.generation``: sampling. Truncated sampling (top_p, top_k) would bias training: refused.
+    """``policy.generation``: sampling; the temperature of validation is val_temperature, 0 being greedy.
 
     vllm_kwargs: passed on to vLLM's engine arguments as they are.
     """
@@ -43,9 +34,7 @@ class GenerationConfig:
     backend: Literal["vllm", "megatron"] = "vllm"
     max_new_tokens: int = follows("policy.max_total_sequence_length")
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
+    val_temperature: float = follows("policy.generation.temperature")
     stop_token_ids: tuple[int, ...] | None = None
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
     vllm_kwargs: dict[str, Any] | None = None
-    colocated: ColocatedConfig = field(default_factory=ColocatedConfig)

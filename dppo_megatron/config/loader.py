@@ -14,11 +14,12 @@ from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from dppo_megatron.config.files import REPLACE, ancestors, merge_places, read_files
+from dppo_megatron.config.named_sets import locate
 from dppo_megatron.config.overrides import apply_override
 from dppo_megatron.config.problem import REQUIRED, ConfigError, Place, Problem
 from dppo_megatron.config.registry import registry, take_foreign_keys
 from dppo_megatron.config.rules import RANGE_TEXTS, find_problems
-from dppo_megatron.config.schema import Config, DatasetConfig
+from dppo_megatron.config.schema import Config, DatasetConfig, TrainDatasetConfig
 from dppo_megatron.config.sections import (
     build_config,
     fill_defaults,
@@ -160,7 +161,7 @@ class _Draft:
         container = self.resolve()
         effective = copy.deepcopy(container)
         warnings = self._judge_foreign_keys(effective)
-        self._share_dataset_defaults(effective)
+        self._find_datasets(effective)
         self.followers = fill_defaults(effective)
         config = build_config(effective, refuse=self._refuse)
         return LoadedConfig(config, container, effective, self.files, self.places, warnings)
@@ -216,22 +217,24 @@ class _Draft:
                 self._refuse(verdict.key, verdict.value, reason, alternative)
         return tuple(warnings)
 
-    def _share_dataset_defaults(self, tree: dict[str, Any]) -> None:
-        """Move ``data.default`` into what ``data.train`` and ``data.validation`` leave open."""
+    def _find_datasets(self, tree: dict[str, Any]) -> None:
+        """Move ``data.default`` into what ``data.train`` and ``data.validation`` leave open, and find named sets."""
         data = tree.get("data")
         if not isinstance(data, dict):
             return
         shared = data.pop("default", None) or {}
         if not isinstance(shared, dict):
             return self._refuse("data.default", shared, "must be a block of keys")
-        for part in ("train", "validation"):
+        for part, section in (("train", TrainDatasetConfig), ("validation", DatasetConfig)):
             block = data.get(part)
             if not isinstance(block, dict):
                 continue
-            for name in (name for name in hints(DatasetConfig) if name in shared and name not in block):
+            for name in (name for name in hints(section) if name in shared and name not in block):
                 block[name] = shared[name]
                 key = f"data.default.{name}"
                 self.places[f"data.{part}.{name}"] = self._problem(key, None, "", "").place
+            for name, value, reason, alternative in locate(block):
+                self._refuse(f"data.{part}.{name}", value, reason, alternative)
 
 
 def _alternative(key: str) -> str:

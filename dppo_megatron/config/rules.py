@@ -43,12 +43,6 @@ def _range_problems(config: Config) -> Problems:
                 yield key, f"must be {allowed}" if math.isfinite(value) else "must be finite"
 
 
-def _absent_problems(config: Config) -> Problems:
-    for key, available in _NOT_YET.items():
-        if attrgetter(key)(config) not in available:
-            yield key, f"not yet available; use {' or '.join(map(repr, available))}"
-
-
 def _size_problems(config: Config) -> Problems:
     grpo, size = config.grpo, config.policy.train_global_batch_size
     yield from layout_problems(config.cluster, megatron=config.policy.megatron_cfg)
@@ -64,10 +58,6 @@ def _size_problems(config: Config) -> Problems:
 
 def _sampling_problems(config: Config) -> Problems:
     generation = config.policy.generation
-    if generation.top_p != 1:
-        yield "policy.generation.top_p", "must be 1: truncated sampling biases training"
-    if generation.top_k is not None:
-        yield "policy.generation.top_k", "must be null: truncated sampling biases training"
     if generation.backend == "megatron" and config.dppo.rollout.engine != "embedded":
         yield "policy.generation.backend", "must be vllm, unless dppo.rollout.engine is embedded"
 
@@ -89,8 +79,6 @@ def _length_problems(config: Config) -> Problems:
     total = f"policy.max_total_sequence_length = {limit}"
     if config.policy.generation.max_new_tokens > limit:
         yield "policy.generation.max_new_tokens", f"must be at most {total}"
-    if config.data.validation is not None and config.data.validation.split_validation_size:
-        yield "data.validation.split_validation_size", "must be 0: the training rows are split, these are not"
     if (config.data.max_input_seq_length or 0) > limit:
         yield "data.max_input_seq_length", f"must be at most {total}"
     if any(layout_problems(config.cluster, megatron=megatron)):
@@ -197,12 +185,8 @@ def _pruning_problems(config: Config) -> Problems:
 
 def _training_problems(config: Config) -> Problems:
     policy, megatron = config.policy, config.policy.megatron_cfg
-    if not policy.sequence_packing.enabled:
-        yield "policy.sequence_packing.enabled", "must be true: all training is on packed rows"
     if config.checkpointing.metric_name not in (None, "val:accuracy"):
         yield "checkpointing.metric_name", "must be val:accuracy, or null to keep the newest"
-    if not megatron.enabled:
-        yield f"{_MEGATRON}.enabled", "must be true: there is no other backend"
     if megatron.pipeline_dtype != policy.precision:
         yield f"{_MEGATRON}.pipeline_dtype", f"must equal policy.precision, {policy.precision}"
     if megatron.optimizer.clip_grad != policy.max_grad_norm:
@@ -282,7 +266,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "at least 0",
         lambda value: value >= 0,
         """loss_fn.reference_policy_kl_penalty loss_fn.ratio_clip_min loss_fn.ratio_clip_max
-        policy.max_grad_norm policy.megatron_cfg.optimizer.min_lr policy.megatron_cfg.optimizer.weight_decay
+        policy.max_grad_norm policy.generation.val_temperature
+        policy.megatron_cfg.optimizer.min_lr policy.megatron_cfg.optimizer.weight_decay
         policy.megatron_cfg.scheduler.lr_warmup_iters policy.megatron_cfg.scheduler.lr_warmup_init
         policy.megatron_cfg.fp8_cfg.num_layers_at_start_in_bf16
         policy.megatron_cfg.fp8_cfg.num_layers_at_end_in_bf16
@@ -317,17 +302,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 RANGE_TEXTS = frozenset(f"must be {allowed}" for allowed, _, _ in _RANGES)
 """What is said of a value outside its range, whatever the others are."""
 
-# Values that the schema admits and nothing does yet.
-_NOT_YET: dict[str, tuple[object, ...]] = {
-    "policy.generation.colocated.enabled": (True,),
-    "policy.generation.vllm_cfg.async_engine": (False,),
-    "policy.generation.vllm_cfg.pipeline_parallel_size": (1,),
-    "dppo.fp8_emulate": (False,),
-}
-
 _RULES: tuple[Callable[[Config], Problems], ...] = (
     _range_problems,
-    _absent_problems,
     _size_problems,
     _sampling_problems,
     _engine_problems,

@@ -109,7 +109,6 @@ class TokenizerConfig:
 class SequencePackingConfig:
     """``policy.sequence_packing``: caps of a THD row, padded tokens."""
 
-    enabled: bool = True
     train_mb_tokens: int = 4096
     logprob_mb_tokens: int = follows("policy.sequence_packing.train_mb_tokens")
     algorithm: Literal[
@@ -126,7 +125,6 @@ class SequencePackingConfig:
 class OptimizerConfig:
     """``policy.megatron_cfg.optimizer``."""
 
-    optimizer: Literal["adam"] = "adam"
     lr: float = 5.0e-6
     min_lr: float = 5.0e-7
     weight_decay: float = 0.01
@@ -162,7 +160,6 @@ class DistributedDataParallelConfig:
 class MegatronConfig:
     """``policy.megatron_cfg``: layout and training."""
 
-    enabled: bool = True
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
@@ -173,7 +170,6 @@ class MegatronConfig:
     activation_checkpointing: bool = False
     recompute_granularity: Literal["full", "selective"] = "full"
     recompute_modules: tuple[str, ...] | None = None
-    apply_rope_fusion: bool = True
     bias_activation_fusion: bool = True
     fp8_cfg: Fp8Config = field(default_factory=Fp8Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -203,13 +199,24 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """One data set of ``data``: a JSONL file and how its rows become prompts."""
+    """``data.validation``: a JSONL file and how its rows become prompts.
+
+    dataset_name, split: a public set by its name, whose ``data_path`` ``named_sets`` knows; else null.
+    """
 
     data_path: str
+    dataset_name: str | None = None
+    split: str | None = None
     input_key: str = "input"
     output_key: str = "output"
     prompt_file: str | None = None
     system_prompt_file: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainDatasetConfig(DatasetConfig):
+    """``data.train``: a data set with its reward, and what of it is set aside for validation."""
+
     env_name: str = "math"
     split_validation_size: float = 0.0
     seed: int = follows("grpo.seed")
@@ -219,7 +226,7 @@ class DatasetConfig:
 class DataConfig:
     """``data``; ``default`` fills what ``train`` and ``validation`` leave open."""
 
-    train: DatasetConfig
+    train: TrainDatasetConfig
     validation: DatasetConfig | None = None
     shuffle: bool = True
     max_input_seq_length: int | None = follows("policy.max_total_sequence_length")
@@ -372,7 +379,6 @@ class DppoConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     max_skipped_updates: int = 3
-    fp8_emulate: bool = False
     save_hf: bool = True
 
 

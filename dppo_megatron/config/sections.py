@@ -7,7 +7,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dppo_megatron.config.problem import REQUIRED
-from dppo_megatron.config.schema import Config, DatasetConfig
+from dppo_megatron.config.schema import Config, TrainDatasetConfig
 
 # Key, value, what is wrong with it.
 Refuse = Callable[[str, object, str], None]
@@ -50,7 +50,7 @@ def schema_sections() -> frozenset[str]:
 @functools.cache
 def schema_leaves() -> tuple[str, ...]:
     """Dotted keys that hold a value."""
-    shared = (f"data.default.{name}" for name in hints(DatasetConfig))
+    shared = (f"data.default.{name}" for name in hints(TrainDatasetConfig))
     return (*(key for key, annotation in _walk(Config, "") if not _section_of(annotation)), *shared)
 
 

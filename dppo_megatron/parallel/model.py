@@ -63,7 +63,6 @@ def transformer_config(architecture: Architecture, megatron: MegatronConfig, *, 
         moe_token_dispatcher_type="alltoall",
         # The loss is a sum; the one division, by our own denominator, is in the policy.
         calculate_per_token_loss=True,
-        apply_rope_fusion=megatron.apply_rope_fusion and gpu,
         bias_activation_fusion=megatron.bias_activation_fusion and gpu,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

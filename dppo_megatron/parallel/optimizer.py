@@ -38,7 +38,7 @@ def build_optimizer(
     settings, schedule = megatron.optimizer, megatron.scheduler
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer=settings.optimizer,
+            optimizer="adam",
             lr=settings.lr,
             min_lr=settings.min_lr,
             weight_decay=settings.weight_decay,

@@ -84,10 +84,8 @@ def pack(
 
     window: sequences that the paper's rule looks at, whatever the algorithm; None packs by the algorithm. The
     decreasing algorithms give way to ``paired_decreasing`` where that takes fewer bins and they more than ``enough``.
-    Raises: ValueError for a sequence that no row can hold, a window below 1, or packing switched off.
+    Raises: ValueError for a sequence that no row can hold, or a window below 1.
     """
-    if not config.enabled:
-        raise ValueError("policy.sequence_packing.enabled: False; rows are always packed; allowed: True")
     if window is not None and window < 1:
         raise ValueError(f"dppo.packing.window: {window}; allowed: null, or 1 and more")
     lengths = np.asarray(lengths, np.int64)

@@ -14,6 +14,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from dppo_megatron.batches import IntArray, PromptBatch, Purpose, Ragged
+from dppo_megatron.config.named_sets import what_is_missing
 from dppo_megatron.config.schema import DatasetConfig, TokenizerConfig
 from dppo_megatron.rl.draws import Draws
 
@@ -104,13 +105,8 @@ def load_prompts(
             f"shortest has {min(map(len, token_rows))}); raise data.max_input_seq_length and what bounds it"
         )
     if not all(fits):
-        logger.warning(
-            "%s: dropped %d of %d prompts, longer than %d tokens",
-            config.data_path,
-            fits.count(False),
-            len(rows),
-            max_prompt_tokens,
-        )
+        text = "%s: dropped %d of %d prompts, longer than %d tokens"
+        logger.warning(text, config.data_path, fits.count(False), len(rows), max_prompt_tokens)
     rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
     tokens = Ragged.from_rows(ids for ids, fit in zip(token_rows, fits, strict=True) if fit)
     prompt_ids = np.array([_hash_tokens(tokens[row]) for row in range(len(tokens))], np.int64)
@@ -125,7 +121,7 @@ def load_prompts(
 
 def _read_rows(path: Path, *, config: DatasetConfig) -> list[_Row]:
     if not path.is_file():
-        raise ValueError(f"data_path is {config.data_path!r}; there is no such file in {Path.cwd()}")
+        raise ValueError(what_is_missing(config.data_path, name=config.dataset_name, split=config.split))
     rows: list[_Row] = []
     problems: list[str] = []
     # Split as bytes: str.splitlines would also split inside JSON strings that hold U+2028.

@@ -192,6 +192,7 @@ def test_the_effective_container_loads_to_the_same_configuration(tmp_path: Path)
 def test_every_default_is_that_of_the_schema(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, text=MINIMAL)).config
     follower = {"policy.tokenizer.name", "data.train.seed", "policy.generation.max_new_tokens"}
+    follower |= {"policy.generation.val_temperature"}
     follower |= {"policy.megatron_cfg.pipeline_dtype", "data.max_input_seq_length"}
     follower |= {"policy.megatron_cfg.optimizer.clip_grad", "grpo.reward_shaping.max_response_length"}
     follower |= {f"policy.generation.vllm_cfg.{name}" for name in ("precision", "max_model_len")}

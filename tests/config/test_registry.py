@@ -101,6 +101,33 @@ def test_a_value_that_would_change_what_is_trained_is_an_error(tmp_path: Path, t
     assert error.reason != "unknown key"
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.generation.top_p=0.9",
+        "policy.generation.top_k=50",
+        "policy.generation.val_top_p=0.9",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.vllm_cfg.async_engine=true",
+        "policy.generation.vllm_cfg.pipeline_parallel_size=2",
+        "policy.sequence_packing.enabled=false",
+        "policy.megatron_cfg.enabled=false",
+        "policy.megatron_cfg.optimizer.optimizer=sgd",
+        "data.validation.env_name=exact_match",
+        "dppo.fp8_emulate=true",
+    ],
+)
+def test_a_key_that_holds_one_value_refuses_another_and_says_what_to_use(tmp_path: Path, override: str) -> None:
+    examined(tmp_path, "  validation: {data_path: val.jsonl}\nloss_fn: {token_level_loss: false}\n")
+    (error,) = examine(tmp_path / "run.yaml", [override]).errors
+    key, _, _ = override.partition("=")
+    assert (error.key, error.place.file) == (key, f"override {override}")
+    assert error.alternative.startswith(("use ", "leave it out"))
+    row = registry()[key]
+    assert row.kind == "rejected"
+    assert row.inert
+
+
 def test_what_is_ignored_is_a_warning_and_leaves_the_configuration_as_it_was(tmp_path: Path) -> None:
     found = examined(tmp_path, "logger: {monitor_gpus: true, log_dir: here}")
     assert found.errors == ()

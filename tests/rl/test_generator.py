@@ -165,6 +165,16 @@ def test_completions_end_on_the_first_stop_token_or_at_the_limit(model: Qwen3For
         assert rollouts.finish_reasons[row] == (FinishReason.STOP if stops else FinishReason.LENGTH)
 
 
+def test_prompt_and_completion_together_stay_below_the_total(model: Qwen3ForCausalLM) -> None:
+    unbounded = make_generator(model).generate(BATCH, DRAWS, replace(SAMPLING, stop_token_ids=()))
+    bounded = make_generator(model).generate(BATCH, DRAWS, replace(SAMPLING, stop_token_ids=(), max_total_tokens=8))
+    rooms = [min(6, 8 - len(row)) for row in PROMPTS for _ in range(4)]
+    assert bounded.completions.lengths.tolist() == rooms
+    assert set(bounded.finish_reasons.tolist()) == {FinishReason.LENGTH}
+    whole = completions(unbounded)
+    assert completions(bounded) == [row[:room] for row, room in zip(whole, rooms, strict=True)]
+
+
 def test_greedy_equals_greedy_of_hugging_face(model: Qwen3ForCausalLM) -> None:
     sampling = replace(SAMPLING, num_generations=2, temperature=0.0)
     rollouts = make_generator(model).generate(BATCH, DRAWS, sampling)

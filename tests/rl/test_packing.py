@@ -11,7 +11,7 @@ from dppo_megatron.config.schema import SequencePackingConfig
 from dppo_megatron.rl import bin_packing
 from dppo_megatron.rl.bins import RowLimits
 from dppo_megatron.rl.draws import hash_parts
-from dppo_megatron.rl.packing import pack, plan_rows, report_packing
+from dppo_megatron.rl.packing import plan_rows, report_packing
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "benchmarks" / "packing.py"))
 ALGORITHMS = BENCHMARK["ALGORITHMS"]
@@ -382,13 +382,3 @@ def test_a_window_below_one_is_refused(window: int) -> None:
 def test_a_capacity_below_the_row_multiple_is_refused() -> None:
     with pytest.raises(ValueError, match="train_mb_tokens: 100; allowed"):
         plan_of([5], row_multiple=128)
-
-
-def test_packing_switched_off_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sequence_packing\.enabled: False"):
-        pack(
-            np.array([5]),
-            config=SequencePackingConfig(enabled=False),
-            window=None,
-            limits=RowLimits(100, 1, 1),
-        )

@@ -147,6 +147,29 @@ def test_a_chat_template_that_cannot_be_used_is_an_error(tmp_path: Path, templat
         load(DatasetConfig(data_path=write(tmp_path, row("1", "2"))), chat=chat)
 
 
+def test_a_split_parts_the_rows_by_its_seed_in_file_order() -> None:
+    dataset = make_dataset(40)
+    rest, aside = dataset.split(0.25, seed=3)
+    assert (len(rest), len(aside)) == (30, 10)
+    assert sorted([*rest.texts, *aside.texts]) == sorted(dataset.texts)
+    for part in (rest, aside):
+        places = [int(text.removeprefix("text ")) for text in part.texts]
+        assert places == sorted(places)
+        assert part.answers == tuple(f"answer {place}" for place in places)
+        assert part.prompt_ids.tolist() == [dataset.prompt_ids[place] for place in places]
+        assert [part.tokens[row].tolist() for row in range(len(part))] == [
+            dataset.tokens[place].tolist() for place in places
+        ]
+    assert dataset.split(0.25, seed=3)[1].texts == aside.texts
+    assert dataset.split(0.25, seed=4)[1].texts != aside.texts
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.01, 0), (0.99, 10)])
+def test_a_split_that_would_leave_a_part_empty_is_refused(fraction: float, count: int) -> None:
+    with pytest.raises(ValueError, match=f"is {fraction}, which sets {count} of 10 prompts aside"):
+        make_dataset(10).split(fraction, seed=0)
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

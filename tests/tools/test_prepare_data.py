@@ -20,6 +20,9 @@ ROWS = {
     },
     "gsm8k": {"question": "What is 2+2?", "answer": "2 and 2 is <<2+2=4>>4\n#### 1,004"},
     "dapo-math-17k": {"prompt": [{"role": "user", "content": DAPO}], "reward_model": {"ground_truth": "4"}},
+    "dapo-math-17k-verbatim": {"prompt": [{"role": "user", "content": DAPO}], "reward_model": {"ground_truth": "4"}},
+    "dapo-aime24-verbatim": {"prompt": [{"role": "user", "content": DAPO}], "reward_model": {"ground_truth": "4"}},
+    "deepscaler": {"problem": "What is 2+2?", "answer": "4", "solution": "..."},
     "openmathinstruct-2": {"problem": "What is 2+2?", "generated_solution": "...", "expected_answer": "4"},
     "math-500": {"problem": "What is 2+2?", "solution": "...", "answer": "4", "unique_id": "test/1"},
     "aime24": {"id": 60, "problem": "What is 2+2?", "answer": "004", "year": "2024"},
@@ -35,7 +38,8 @@ ANSWERS = {"math": "\\frac{8}{2}", "gsm8k": "1004", "aime24": "004", "amc": "4.0
 @pytest.mark.parametrize("name", SOURCES)
 def test_question_and_answer_come_out_of_each_schema(name: str) -> None:
     prepared = prepare(SOURCES[name], [ROWS[name]])
-    assert prepared.rows == (("What is 2+2?", ANSWERS.get(name, "4")),)
+    question = DAPO if name.endswith("-verbatim") else "What is 2+2?"
+    assert prepared.rows == ((question, ANSWERS.get(name, "4")),)
 
 
 def test_what_is_repeated_without_answer_or_contradicting_is_left_out_and_counted() -> None:
