@@ -328,7 +328,12 @@ def save_checkpoint(run: Run, step: int, accuracy: float | None) -> Path | None:
     assert run.state is not None
     metric = accuracy if run.config.checkpointing.metric_name is not None else None
     return run.state.save(
-        run.policy, prompts=run.prompts, history=run.history, num_steps_done=step + 1, metric=metric
+        run.policy,
+        prompts=run.prompts,
+        history=run.history,
+        audit=run.audit,
+        num_steps_done=step + 1,
+        metric=metric,
     )
 
 
