@@ -149,6 +149,7 @@ def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch, *, start: StepSta
         advantages.ravel(),
         kept=kept,
         num_generations=run.sampling.num_generations,
+        num_failures=run.reward.num_failures,
         over=run.mesh.generation,
     )
 

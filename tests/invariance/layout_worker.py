@@ -175,6 +175,9 @@ def take_steps(policy: Policy, mesh: Mesh, layout: Layout, step: ToyStep, deal: 
     scores = gathered_scores(step, mesh)
     assert np.array_equal(scores.advantages, step.scores.advantages)
     assert np.array_equal(scores.completion_lengths, step.scores.completion_lengths)
+    assert np.array_equal(scores.surprises, step.scores.surprises)
+    # Rank r reported r + 1 answers without a verdict.
+    assert scores.num_failures == sum(range(1, mesh.world.size + 1))
     plan = deal_rows(step, layout, deal)
     rows = exchange(
         share_of(step, rank=mesh.world.rank, size=mesh.world.size),
@@ -219,6 +222,7 @@ def gathered_scores(step: ToyStep, mesh: Mesh) -> ScoredBatch:
         step.scores.advantages[mine],
         kept=step.scores.prompts,
         num_generations=NUM_GENERATIONS,
+        num_failures=mesh.world.rank + 1,
         over=mesh.world,
     )
 
