@@ -317,9 +317,11 @@ def test_weights_are_bounded_by_the_least_probabilities_and_never_clipped(policy
     sizes = 10.0 ** -np.arange(10)
     history, batch = history_of(dict(enumerate(sizes.tolist()))), candidates(np.arange(10))
     dppo = DppoConfig(
-        prompt_pruning=PromptPruningConfig(policy=policy, rate=0.7, min_keep_probability=0.2),  # pyright: ignore[reportArgumentType]
-        completion_pruning=CompletionPruningConfig(policy=policy, score=score, rate=0.8, min_keep_probability=0.1),  # pyright: ignore[reportArgumentType]
+        prompt_pruning=PromptPruningConfig(rate=0.7, min_keep_probability=0.2),
+        completion_pruning=CompletionPruningConfig(rate=0.8, min_keep_probability=0.1),
     )
+    changes = {"prompt_pruning": {"policy": policy}, "completion_pruning": {"policy": policy, "score": score}}
+    dppo = replace(dppo, **{name: replace(getattr(dppo, name), **values) for name, values in changes.items()})
     pruning, largest = pruning_of(dppo), 0.0
     for step in range(60):
         draws = Draws(0, step)
