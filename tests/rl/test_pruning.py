@@ -313,7 +313,7 @@ def test_unseen_prompts_are_kept_and_do_not_enter_the_mean(policy, expected) -> 
 @pytest.mark.parametrize("score", ["advantage", "surprise"])
 @pytest.mark.parametrize("policy", ["threshold", "neyman", "uniform"])
 def test_weights_are_bounded_by_the_least_probabilities_and_never_clipped(policy: str, score: str) -> None:
-    """Sizes over nine orders of magnitude: the bound is reached under ``neyman``, and each weight is 1 / (p_q p_o)."""
+    """Sizes over nine orders of magnitude: ``neyman`` reaches the bound, and each weight is 1 / (p_q p_o)."""
     sizes = 10.0 ** -np.arange(10)
     history, batch = history_of(dict(enumerate(sizes.tolist()))), candidates(np.arange(10))
     dppo = DppoConfig(

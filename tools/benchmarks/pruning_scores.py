@@ -1,9 +1,9 @@
 """Which score should pruning follow? Added variance of candidate scores on real gradients of real policies.
 
-python -m tools.benchmarks.pruning_scores [--tiny models/tiny-sort] [--smollm2] [--json results/scores.json]
+python -m tools.benchmarks.pruning_scores --models quickstart smollm2 [--json scores.json]
 
-Samples completions of the quickstart's model at the start, after 30 and after 100 steps of its training, and with
---smollm2 of SmolLM2-135M-Instruct on two tasks (packages: see tools/smollm2_round_trip.py), takes the exact gradient
+Samples completions of the quickstart's model at the start, after 30 and after 100 steps of its training, and of
+SmolLM2-135M-Instruct on two tasks (packages: see tools/smollm2_round_trip.py), takes the exact gradient
 of every completion's loss term, and prints for every score s the added variance sum (1 / p - 1) |g|^2 of keep
 probabilities clip(c s, 0.05, 1) over that of s = |A|, at equal expected numbers of kept completions and of kept
 tokens (prompt and completion: what an update computes). Completions of advantage 0 are dropped before, for all.
@@ -193,12 +193,12 @@ def smollm2_policies(work: Path, *, num_prompts: int) -> dict[str, tuple[Path, T
 
 
 def main() -> None:
-    """Measure, print the tables, and write every line where --json says."""
+    """Measure, print the tables, and write every line where --json says, as policies are done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=["quickstart", "smollm2"], default=["quickstart"])
     parser.add_argument("--tiny", type=Path, default=Path("models/tiny-sort"), help="tools/make_tiny_model.py's")
     parser.add_argument("--prompts", type=int, default=256, help="of the quickstart, in batches of 32")
-    parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M-Instruct as well")
-    parser.add_argument("--smollm2-prompts", type=int, default=64)
+    parser.add_argument("--smollm2-prompts", type=int, default=24, help="of each task, in batches of 32")
     parser.add_argument("--kept", type=float, nargs="+", default=[0.3, 0.5, 0.7], help="expected fractions")
     parser.add_argument("--json", type=Path, help="file for every line")
     options = parser.parse_args()
@@ -206,26 +206,28 @@ def main() -> None:
     logging.getLogger("dppo_megatron").setLevel(logging.ERROR)  # of repeated prompts
     lines: list[Line] = []
     with tempfile.TemporaryDirectory() as temporary:
-        work = Path(temporary)
-        policies = quickstart_policies(options.tiny, work, num_prompts=options.prompts)
-        if options.smollm2:
+        work, policies = Path(temporary), {}
+        if "quickstart" in options.models:
+            policies |= quickstart_policies(options.tiny, work, num_prompts=options.prompts)
+        if "smollm2" in options.models:
             policies |= smollm2_policies(work, num_prompts=options.smollm2_prompts)
         for name, (directory, task) in policies.items():
             batches = [one for one in measure(directory, task, num_generations=8, batch_size=32) if len(one)]
             lines += lines_of(name, batches, fractions=options.kept)
-            counts = ", ".join(str(len(one)) for one in batches)
-            lengths = np.concatenate([one.lengths for one in batches])
-            print(
-                f"{name}: completions with an advantage, by batch: {counts}; tokens of one "
-                f"{lengths.mean():.1f} ± {lengths.std():.1f}",
-                file=sys.stderr,
-            )
+            print(_counts(name, batches), file=sys.stderr)
+            if options.json:
+                text = json.dumps([asdict(line) for line in lines], indent=1)
+                options.json.write_text(text + "\n", encoding="utf-8")
     for mean in MEANS:
         for kept in options.kept:
             for equal in ("completions", "tokens"):
                 print(table(lines, mean=mean, kept=kept, equal=equal))
-    if options.json:
-        options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1) + "\n", encoding="utf-8")
+
+
+def _counts(name: str, batches: Sequence[Completions]) -> str:
+    numbers = ", ".join(str(len(one)) for one in batches)
+    lengths = np.concatenate([one.lengths for one in batches])
+    return f"{name}: {numbers} completions with an advantage, {lengths.mean():.1f} ± {lengths.std():.1f} tokens"
 
 
 if __name__ == "__main__":
