@@ -192,6 +192,12 @@ class RolloutBatch:
         assert not len(self.prompts) or len(self.completions) % len(self.prompts) == 0
         assert (self.completions.lengths > 0).all(), "a completion has at least one token"
 
+    @property
+    def surprises(self) -> FloatArray:
+        """Of each completion the root of the sum over its tokens of (1 - probability of the token)^2, float64 [N]."""
+        squares = np.expm1(self.sampled_logprobs.astype(np.float64)) ** 2
+        return np.sqrt(np.add.reduceat(squares, self.completions.offsets[:-1])) if len(squares) else squares
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
@@ -200,7 +206,9 @@ class ScoredBatch:
     prompts: all P kept prompts of the step. num_generations: G.
     rewards, advantages: float64 [N]. completion_lengths: int64 [N], tokens. finish_reasons: int64 [N].
     Advantages come from whole groups, before any completion is dropped.
+    surprises: float64 [N], ``RolloutBatch.surprises``.
     owners: int64 [P], the generating rank that holds each prompt's completions; None: dealt out in turn.
+    num_failures: answers of all ranks that got no verdict.
     """
 
     prompts: PromptBatch
@@ -209,12 +217,14 @@ class ScoredBatch:
     advantages: FloatArray
     completion_lengths: IntArray
     finish_reasons: IntArray
+    surprises: FloatArray
     owners: IntArray | None = None
+    num_failures: int = 0
 
     def __post_init__(self) -> None:
         sizes = {len(self.rewards), len(self.advantages), len(self.completion_lengths)}
         assert sizes == {len(self.prompts) * self.num_generations}
-        assert len(self.finish_reasons) == len(self.rewards)
+        assert len(self.finish_reasons) == len(self.surprises) == len(self.rewards)
 
     def __len__(self) -> int:
         return len(self.rewards)

@@ -43,7 +43,7 @@ LOSS_METRICS: Final = MappingProxyType(  # by the loss's own names
 MEAN_PROMPT_LENGTH: Final = "train/mean_prompt_length"  # tokens
 MEAN_GENERATED_TOKENS: Final = "train/mean_gen_tokens_per_sample"  # tokens a completion
 TRUNCATION_RATE: Final = "train/truncation_rate"  # fraction of completions cut at the limit
-REWARD_FAILURES: Final = "dppo/reward_failures"  # answers of rank 0 that got no verdict
+REWARD_FAILURES: Final = "dppo/reward_failures"  # answers that got no verdict, of all ranks
 ROLLOUT_TOKENS: Final = "dppo/rollout_tokens"  # completion tokens sampled for training
 
 # Pruning.

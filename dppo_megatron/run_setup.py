@@ -224,7 +224,7 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopReques
         resampling=_resampling(grpo, num_minibatches=arithmetic.num_minibatches),
         history=history,
         pruning=pruning,
-        audit=Audit(),
+        audit=resumed.audit if resumed else Audit(),
         loss=PolicyLoss(config.loss_fn, sequence_sums=SequenceSums(mesh.cp)),
         reward=reward,
         sampling=sampling,

@@ -1,9 +1,9 @@
-"""What a run must keep to continue as if it had not stopped: policy, optimizer, data cursor, history, step.
+"""What a run must keep to continue as if it had not stopped: policy, optimizer, data cursor, history, audit, step.
 
 A checkpoint is a directory ``step_N`` that appears whole, by one rename, when all of it is on the disk. It holds
 ``policy/`` (megatron-core's torch_dist format, for any layout), the model's configuration and tokenizer,
-``history.npz``, ``run_state.json`` with the fingerprint of the run, and ``checksums.json``, by which damage is found
-before anything is loaded.
+``history.npz``, ``audit.npz`` where a step was audited, ``run_state.json`` with the fingerprint of the run, and
+``checksums.json``, by which damage is found before anything is loaded.
 """
 
 import json
@@ -25,6 +25,7 @@ from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.checkpoint import load_policy, save_policy
 from dppo_megatron.parallel.mesh import Axis
 from dppo_megatron.parallel.policy import Policy
+from dppo_megatron.rl.audit import Audit
 from dppo_megatron.rl.prompt_history import PromptHistory
 from dppo_megatron.rl.prompts import Prompts
 
@@ -81,10 +82,11 @@ def _flatten(prefix: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run continues: steps done before, and the prompt history of then."""
+    """Where a run continues: steps done before, the prompt history and the audit's running means of then."""
 
     num_steps_done: int
     history: PromptHistory
+    audit: Audit
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,14 @@ class RunState:
         return self.directory / f"step_{num_steps_done}"
 
     def save(
-        self, policy: Policy, *, prompts: Prompts, history: PromptHistory, num_steps_done: int, metric: float | None
+        self,
+        policy: Policy,
+        *,
+        prompts: Prompts,
+        history: PromptHistory,
+        audit: Audit,
+        num_steps_done: int,
+        metric: float | None,
     ) -> Path | None:
         """Write a checkpoint, not yet visible; called by every rank. Returns what ``publish`` takes.
 
@@ -129,6 +138,8 @@ class RunState:
                 (pending / "policy").mkdir(parents=True)
                 copy_companions(policy.source, pending)  # a model that policy.model_name can name
                 np.savez(pending / "history.npz", **history.state())  # type: ignore[arg-type]
+                if sums := audit.state():
+                    np.savez(pending / "audit.npz", **sums)  # type: ignore[arg-type]
                 (pending / "run_state.json").write_text(json.dumps(state, indent=2))
 
         def write() -> None:
@@ -205,7 +216,11 @@ class RunState:
         prompts.restore(state["prompts"])
         with np.load(newest / "history.npz") as arrays:
             history = PromptHistory.from_state(dict(arrays), ema_decay=ema_decay, greso=greso)
-        return Resumed(state["num_steps_done"], history)
+        audit = Audit()
+        if (newest / "audit.npz").is_file():
+            with np.load(newest / "audit.npz") as arrays:
+                audit = Audit.from_state(dict(arrays))
+        return Resumed(state["num_steps_done"], history, audit)
 
     def _newest_whole(self, world: Axis) -> Path | None:
         """The newest checkpoint whose files are as they were written; damaged ones are set aside, loudly."""

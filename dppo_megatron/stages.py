@@ -150,6 +150,7 @@ def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch, *, start: StepSta
         advantages.ravel(),
         kept=kept,
         num_generations=run.sampling.num_generations,
+        num_failures=run.reward.num_failures,
         over=run.mesh.generation,
     )
 
@@ -338,7 +339,12 @@ def save_checkpoint(run: Run, step: int, accuracy: float | None) -> Path | None:
         return None
     metric = accuracy if run.config.checkpointing.metric_name is not None else None
     return run.state.save(
-        run.policy, prompts=run.prompts, history=run.history, num_steps_done=step + 1, metric=metric
+        run.policy,
+        prompts=run.prompts,
+        history=run.history,
+        audit=run.audit,
+        num_steps_done=step + 1,
+        metric=metric,
     )
 
 

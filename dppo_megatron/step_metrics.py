@@ -52,7 +52,7 @@ def step_record(
         metric_names.COMPLETION_VARIANCE_PER_CANDIDATE: report.completion_variance.per_candidate,
         metric_names.TOKENS_SAVED_BY_PROMPTS: report.num_tokens_not_generated,
         metric_names.TOKENS_SAVED_BY_COMPLETIONS: float(report.num_tokens_generated - report.num_tokens_trained),
-        metric_names.REWARD_FAILURES: float(run.reward.num_failures),
+        metric_names.REWARD_FAILURES: float(scores.num_failures),
         metric_names.IDLE_UPDATES: float(sum(one.idle for one in stats)),
         metric_names.SKIPPED_UPDATES: float(sum(one.skipped for one in stats)),
         **_packing_metrics([batch.packing for batch in batches]),

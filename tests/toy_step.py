@@ -143,6 +143,7 @@ def make_step(*, num_prompts: int = 6, seed: int = 3, longest_prompt: int | None
         advantages=advantages,
         completion_lengths=ragged.lengths,
         finish_reasons=rollouts.finish_reasons,
+        surprises=rollouts.surprises,
     )
     kept = np.flatnonzero(random.random(num) < 2 / 3)
     plan = PrunedBatch(

@@ -288,6 +288,7 @@ class CompletionPruningConfig:
 
     enabled: bool = True
     policy: Literal["neyman", "threshold", "uniform", "top"] = "neyman"
+    score: Literal["advantage", "surprise"] = "advantage"
     rate: float = 0.5
     scope: Literal["batch", "group"] = "batch"
     min_keep_probability: float = 0.05

@@ -33,20 +33,25 @@ def gather_scores(
     *,
     kept: PromptBatch,
     num_generations: int,
+    num_failures: int,
     over: Axis,
 ) -> ScoredBatch:
-    """Gather every rank's rewards, advantages, lengths and finish reasons; equal on all ranks afterwards.
+    """Gather every rank's rewards, advantages, lengths, finish reasons, surprises; equal on all ranks afterwards.
 
-    rewards, advantages: float64 [n] of this rank's completions. kept: all kept prompts. Called by every rank.
+    rewards, advantages: float64 [n] of this rank's completions. kept: all kept prompts. num_failures: answers of
+    this rank that got no verdict; their sum rides along. Called by every rank.
     """
     counts = [len(range(rank, len(kept), over.size)) for rank in range(over.size)]
-    columns = (rewards, advantages, rollouts.completions.lengths, rollouts.finish_reasons)
-    rows = np.stack(columns, -1).astype(np.float64).reshape(counts[over.rank], 4 * num_generations)
+    lengths, reasons = rollouts.completions.lengths, rollouts.finish_reasons
+    columns = np.stack([rewards, advantages, lengths, reasons, rollouts.surprises], -1).astype(np.float64)
+    rows = np.zeros((counts[over.rank], 5 * num_generations + 1))
+    rows[:, :-1] = columns.reshape(counts[over.rank], 5 * num_generations)
+    rows[:1, -1] = num_failures
     blocks = collectives.gather_rows(rows, over, counts=counts)
-    table = np.zeros((len(kept), 4 * num_generations))
+    table = np.zeros((len(kept), 5 * num_generations + 1))
     for rank, block in enumerate(blocks):
         table[rank :: over.size] = block
-    table = table.reshape(-1, 4)
+    failures, table = table[:, -1], table[:, :-1].reshape(-1, 5)
     return ScoredBatch(
         prompts=kept,
         num_generations=num_generations,
@@ -54,6 +59,8 @@ def gather_scores(
         advantages=table[:, 1],
         completion_lengths=table[:, 2].astype(np.int64),
         finish_reasons=table[:, 3].astype(np.int64),
+        surprises=table[:, 4],
+        num_failures=int(failures.sum()),
     )
 
 

@@ -3,9 +3,11 @@
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dppo_megatron.batches import FloatArray, Purpose
@@ -55,13 +57,33 @@ class AuditReport:
 
 
 class Audit:
-    """Running sums over the audited steps of this start of the run; they begin anew when a run is resumed."""
+    """Running sums over the audited steps of a run."""
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._estimates = np.zeros(SKETCH_SIZE)
         self._full = np.zeros(SKETCH_SIZE)
         self._squared_errors = 0.0
+
+    @classmethod
+    def from_state(cls, state: dict[str, NDArray[Any]]) -> "Audit":
+        """Go on where ``state`` was taken, bit for bit."""
+        audit = cls()
+        audit._num_steps = int(state["num_steps"])
+        audit._estimates, audit._full = state["estimates"].copy(), state["full"].copy()
+        audit._squared_errors = float(state["squared_errors"])
+        return audit
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """What a checkpoint needs, float64 but for the count; empty before the first audited step."""
+        if not self._num_steps:
+            return {}
+        return {
+            "num_steps": np.array(self._num_steps),
+            "estimates": self._estimates,
+            "full": self._full,
+            "squared_errors": np.array(self._squared_errors),
+        }
 
     def add(self, estimate: FloatArray, *, full: FloatArray) -> AuditReport:
         """Take one step's sketches of the estimate and of the full gradient."""

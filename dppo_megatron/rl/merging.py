@@ -18,7 +18,7 @@ def take_prompts(
 ) -> tuple[RolloutBatch, ScoredBatch]:
     """The given prompts with their whole groups, in rising order: this rank's rollouts and everybody's scores.
 
-    rows: of the scored prompts. rank: this one of the ``num_ranks`` generating ranks.
+    rows: of the scored prompts. rank: this one of the ``num_ranks`` generating ranks. Failed rewards stay counted.
     """
     assert (np.diff(rows) > 0).all(), "an owner's prompts keep their order"
     group = scores.num_generations
@@ -41,7 +41,9 @@ def take_prompts(
             advantages=scores.advantages[sequences],
             completion_lengths=scores.completion_lengths[sequences],
             finish_reasons=scores.finish_reasons[sequences],
+            surprises=scores.surprises[sequences],
             owners=owners[rows],
+            num_failures=scores.num_failures,
         ),
     )
 
@@ -71,7 +73,9 @@ def merge(
             advantages=np.concatenate([part.advantages for part in scores]),
             completion_lengths=np.concatenate([part.completion_lengths for part in scores]),
             finish_reasons=np.concatenate([part.finish_reasons for part in scores]),
+            surprises=np.concatenate([part.surprises for part in scores]),
             owners=np.concatenate([owners_of(part, num_ranks=num_ranks) for part in scores]),
+            num_failures=sum(part.num_failures for part in scores),
         ),
     )
 

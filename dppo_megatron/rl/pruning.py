@@ -161,17 +161,30 @@ def completion_keep_probabilities(scores: ScoredBatch, *, pruning: Pruning, draw
     if config is None:
         probabilities[live] = 1.0
         return probabilities
-    sizes = np.abs(scores.advantages[live])
-    if config.policy == "neyman":
-        # The prompt's weight belongs to the size of the term.
-        sizes = sizes * scores.prompts.weights[scores.prompt_rows[live]]
     probabilities[live] = _keep_probabilities(
-        sizes,
+        _sizes(scores, pruning=pruning, config=config)[live],
         config=config,
         groups=scores.prompt_rows[live] if config.scope == "group" else None,
         tie_breakers=_completion_keys(scores, draws=draws)[live],
     )
     return probabilities
+
+
+def _sizes(scores: ScoredBatch, *, pruning: Pruning, config: CompletionPruningConfig) -> FloatArray:
+    """How large each completion's term is reckoned to be, float64 [N].
+
+    ``surprise`` reckons with the gradient of a token's log-prob by its own logit, 1 - p, known from the sampler;
+    tokens add up as if their gradients were at right angles.
+    """
+    sizes = np.abs(scores.advantages)
+    if config.score == "surprise":
+        sizes = sizes * scores.surprises
+        if pruning.denominator in ("sequences", "kept_sequences"):
+            sizes = sizes / scores.completion_lengths
+    if config.policy == "neyman":
+        # The prompt's weight belongs to the size of the term.
+        sizes = sizes * scores.prompts.weights[scores.prompt_rows]
+    return sizes
 
 
 def prune_completions(scores: ScoredBatch, *, pruning: Pruning, draws: Draws) -> tuple[PrunedBatch, ...]:

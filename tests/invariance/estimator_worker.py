@@ -1,7 +1,7 @@
 """One rank of a launch that takes whole gradients through the estimator on several layouts.
 
 argv: model directory, output directory, then names of CASES. Each writes the second mini-batch's gradient, taken
-after an update on the first, and how many collectives the decisions of a step took.
+after an update on the first, how many collectives the decisions of a step took, and what they counted of failures.
 """
 
 import sys
@@ -101,7 +101,7 @@ def second_gradient(name: str, model: Path) -> dict[str, torch.Tensor]:
     policy.update(rows[0], loss=loss, denominator=first.denominator, temperature=TEMPERATURE)
     stream = policy.gradients(rows[1], loss=loss, denominator=second.denominator, temperature=TEMPERATURE)
     result = {key: tensor.clone() for key, tensor in stream}
-    result["collectives"] = torch.tensor(decision_collectives(step, mesh))
+    result["decisions"] = torch.tensor(decision_counts(step, mesh))
     return result
 
 
@@ -116,8 +116,8 @@ def packed(step: ToyStep, plan: PrunedBatch, policy: Policy, mesh: Mesh) -> list
     )
 
 
-def decision_collectives(step: ToyStep, mesh: Mesh) -> tuple[int, int]:
-    """Collectives of one step's scores, keep decisions and their check: (all-gathers, all-reduces)."""
+def decision_counts(step: ToyStep, mesh: Mesh) -> tuple[int, int, int]:
+    """Of one step's scores, keep decisions and their check: all-gathers, all-reduces, failed rewards."""
     pruning = Pruning.from_config(DppoConfig(), loss_fn=CLIP, grpo=GrpoConfig(), max_new_tokens=11)
     history = PromptHistory(ema_decay=0.9)
     history.record(step.scores)
@@ -128,7 +128,7 @@ def decision_collectives(step: ToyStep, mesh: Mesh) -> tuple[int, int]:
         prune_completions(scores, pruning=pruning, draws=Draws(0, 0))
         collectives.require_equal(7, mesh.world, what="keep decisions")
     assert set(calls) <= {"all_gather_into_tensor", "all_reduce"}, calls
-    return calls["all_gather_into_tensor"], calls["all_reduce"]
+    return calls["all_gather_into_tensor"], calls["all_reduce"], scores.num_failures
 
 
 @contextmanager

@@ -175,6 +175,7 @@ def take_steps(policy: Policy, mesh: Mesh, layout: Layout, step: ToyStep, deal: 
     scores = gathered_scores(step, mesh)
     assert np.array_equal(scores.advantages, step.scores.advantages)
     assert np.array_equal(scores.completion_lengths, step.scores.completion_lengths)
+    assert np.array_equal(scores.surprises, step.scores.surprises)
     plan = deal_rows(step, layout, deal)
     rows = exchange(
         share_of(step, rank=mesh.world.rank, size=mesh.world.size),
@@ -210,7 +211,7 @@ def poison(rows: Sequence[PackedRow], mesh: Mesh) -> list[PackedRow]:
 
 
 def gathered_scores(step: ToyStep, mesh: Mesh) -> ScoredBatch:
-    """The step's scores, each rank contributing those of its own prompts."""
+    """The step's scores, each rank contributing those of its own prompts, and rank + 1 answers without a verdict."""
     prompts = np.arange(mesh.world.rank, len(step.rollouts.prompts), mesh.world.size)
     mine = (prompts[:, None] * NUM_GENERATIONS + np.arange(NUM_GENERATIONS)).ravel()
     return gather_scores(
@@ -219,6 +220,7 @@ def gathered_scores(step: ToyStep, mesh: Mesh) -> ScoredBatch:
         step.scores.advantages[mine],
         kept=step.scores.prompts,
         num_generations=NUM_GENERATIONS,
+        num_failures=mesh.world.rank + 1,
         over=mesh.world,
     )
 

@@ -52,6 +52,7 @@ LEVELS = {
     **{f"prompts {policy}": (policy, None) for policy in EXACT},
     **{f"completions {policy}": (None, policy) for policy in (*EXACT, "threshold of the group")},
     **{f"both {policy}": (policy, policy) for policy in EXACT},
+    **{f"both {policy}, by surprise": (policy, f"{policy} by surprise") for policy in ("threshold", "neyman")},
 }
 PROMPT_IDS = (10, 20)
 TOY = ToyPolicy()
@@ -68,6 +69,7 @@ def history_of(section: PromptPruningConfig) -> PromptHistory:
 
 def pruning_of(prompts: str | None, completions: str | None, loss_fn: LossConfig, **dppo: object) -> Pruning:
     scope = "group" if completions == "threshold of the group" else "batch"
+    policy, _, by_surprise = (completions or "threshold").removesuffix(" of the group").partition(" by ")
     config = DppoConfig(
         denominator="constant" if loss_fn.token_level_loss else "candidates",
         prompt_pruning=PromptPruningConfig(
@@ -78,7 +80,8 @@ def pruning_of(prompts: str | None, completions: str | None, loss_fn: LossConfig
         ),
         completion_pruning=CompletionPruningConfig(
             enabled=completions is not None,
-            policy="threshold" if scope == "group" else completions or "threshold",  # pyright: ignore[reportArgumentType]
+            policy=policy,  # pyright: ignore[reportArgumentType]
+            score="surprise" if by_surprise else "advantage",
             rate=0.45,
             scope=scope,
         ),

@@ -86,13 +86,15 @@ def test_a_gradient_of_the_second_minibatch_with_uneven_survivors_is_the_formula
 ) -> None:
     # float32 against float64: 2e-5 of a tensor's largest gradient.
     outcome, expected = load_file(model.parent / f"{name}.safetensors"), gradient_by_hand(model, CASES[name].loss)
-    assert outcome.keys() - {"collectives"} == expected.keys()
+    assert outcome.keys() - {"decisions"} == expected.keys()
     for key, gradient in expected.items():
         error = (outcome[key].double() - gradient).abs().max() / gradient.abs().max()
         assert float(error) < 2e-5, key
 
 
-def test_a_step_s_decisions_take_one_all_gather_and_one_all_reduce(model: Path) -> None:
+def test_a_step_s_decisions_take_one_all_gather_and_one_all_reduce_that_count_all_ranks_failures(model: Path) -> None:
     for name in CASES:
-        calls = load_file(model.parent / f"{name}.safetensors")["collectives"].tolist()
+        # Rank r reports r + 1 failed rewards.
+        *calls, failures = load_file(model.parent / f"{name}.safetensors")["decisions"].tolist()
         assert calls == ([0, 0] if name in ALONE else [1, 1]), name
+        assert failures == (1 if name in ALONE else 3), name

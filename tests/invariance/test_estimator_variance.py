@@ -75,7 +75,13 @@ def scores_of(num_prompts: int, group: int) -> tuple[PromptBatch, ScoredBatch]:
     advantages = group_advantages(rewards, grpo=GrpoConfig()).ravel()
     lengths = rng.integers(1, 7, num_prompts * group)
     return prompts, ScoredBatch(
-        prompts, group, rewards.ravel(), advantages, lengths, np.zeros(len(lengths), np.int64)
+        prompts,
+        group,
+        rewards.ravel(),
+        advantages,
+        lengths,
+        np.zeros(len(lengths), np.int64),
+        rng.random(len(lengths)),
     )
 
 
@@ -127,6 +133,7 @@ def test_over_20000_draws_the_mean_gradient_of_a_real_model_is_the_full_one(tiny
             scores.advantages[sequences],
             scores.completion_lengths[sequences],
             scores.finish_reasons[sequences],
+            scores.surprises[sequences],
         )
         p = completion_keep_probabilities(kept, pruning=pruning, draws=Draws(0, 0))
         full_weight = np.repeat(kept.prompts.weights, group) / np.maximum(p, 1e-300)

@@ -21,6 +21,7 @@ SHARDED = ("policy.megatron_cfg.optimizer.use_distributed_optimizer=true",)
 TP2 = ("cluster.gpus_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
 UNREWARDED = ("dppo.reward.function=partial_credit:nothing",)
 DP2 = ("cluster.gpus_per_node=2",)
+AUDITED = ("dppo.audit.period=2",)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, launch) -> 
     recorded = (f"dppo.rollout.record_dir={root / 'whole'}",)
     replayed = (f"dppo.rollout.replay_dir={root / 'whole'}", "grpo.val_at_start=false")
     first = [
-        *jobs("whole", 6, extra=recorded),
-        *jobs("halves", 3, 6),
+        *jobs("whole", 6, extra=(*recorded, *AUDITED)),
+        *jobs("halves", 3, 6, extra=AUDITED),
         *jobs("sharded", 4, extra=SHARDED),
         *jobs("sharded_halves", 2, 4, extra=SHARDED),
         *jobs("untrained", 2, 3, extra=UNREWARDED),
@@ -58,6 +59,13 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_never_stopped(whole: str, hal
     ours, theirs = (load_file(root / name / "hf" / "model.safetensors") for name in (halves, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_audit_s_running_means_go_on_where_they_stood(root: Path) -> None:
+    # Steps 0, 2 and 4 are audited; the run was resumed after three steps.
+    ours, theirs = metrics(root / "halves")[4], metrics(root / "whole")[4]
+    for name in (metric_names.AUDIT_MEAN_COSINE, metric_names.AUDIT_MEAN_ERROR, metric_names.AUDIT_STANDARD_ERROR):
+        assert ours[name] == theirs[name]
 
 
 @pytest.mark.parametrize("name", ["tp2_then_dp2", "dp2_then_one"])
@@ -139,12 +147,12 @@ def test_a_checkpoint_of_another_run_is_refused_by_name_and_accepted_by_name(roo
 
 
 def test_a_damaged_checkpoint_is_set_aside_loudly_and_the_one_before_it_used(root: Path, tiny_model: Path) -> None:
-    run = copy_of(root / "halves", "damaged")
+    run = copy_of(root / "halves", "damaged")  # audited, as the run that never stopped
     shards = sorted((run / "checkpoints" / "step_6" / "policy").glob("*.distcp"))
     content = bytearray(shards[0].read_bytes())
     content[len(content) // 2] ^= 1
     shards[0].write_bytes(content)
-    result = train(job(tiny_model, run, num_steps=6))
+    result = train(job(tiny_model, run, num_steps=6, extra=AUDITED))
     assert result.returncode == 0, result.stderr
     assert "step_6 IS DAMAGED" in result.stderr
     assert f"policy/{shards[0].name}" in result.stderr

@@ -41,6 +41,7 @@ def overrides(model: Path, run: Path) -> list[str]:
         "dppo.prompt_pruning.enabled=true",
         "dppo.prompt_pruning.rate=0.3",
         "dppo.completion_pruning.policy=neyman",
+        "dppo.completion_pruning.score=surprise",
         "dppo.reward.function=partial_credit:score",
         f"dppo.rollout.record_dir={run}",
     ]

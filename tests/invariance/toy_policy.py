@@ -27,6 +27,7 @@ from dppo_megatron.rl.loss import PolicyLoss
 
 ADVANTAGES = {10: (0.8, -0.8, 0.0), 20: (1.2, -0.5, -0.7)}
 LENGTHS = {10: (3, 1, 2), 20: (2, 3, 1)}
+SURPRISES = {10: (0.9, 0.2, 0.5), 20: (0.1, 1.4, 0.0)}
 GROUP, VOCABULARY, FEATURES, MAX_NEW_TOKENS = 3, 5, 4, 3
 ONE_RANK = Axis("cp", 1, 0, cast(Any, None), (0,))
 
@@ -49,7 +50,7 @@ def candidates(prompt_ids: ArrayLike, *, num_minibatches: int = 1) -> PromptBatc
 
 
 def scored(prompts: PromptBatch, *, finish_reasons: IntArray | None = None) -> ScoredBatch:
-    """What ADVANTAGES and LENGTHS say of the prompts."""
+    """What ADVANTAGES, LENGTHS and SURPRISES say of the prompts."""
     ids = prompts.prompt_ids.tolist()
     advantages = np.array([ADVANTAGES[q] for q in ids], np.float64).reshape(-1)
     return ScoredBatch(
@@ -59,6 +60,7 @@ def scored(prompts: PromptBatch, *, finish_reasons: IntArray | None = None) -> S
         advantages=advantages,
         completion_lengths=np.array([LENGTHS[q] for q in ids], np.int64).reshape(-1),
         finish_reasons=np.full(len(advantages), FinishReason.STOP, np.int64),
+        surprises=np.array([SURPRISES[q] for q in ids], np.float64).reshape(-1),
     )
 
 

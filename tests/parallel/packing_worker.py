@@ -60,6 +60,7 @@ def gradients(policy: Policy, mesh: Mesh, reference: Reference, packing: dict[st
         step.scores.advantages[samples],
         kept=step.scores.prompts,
         num_generations=NUM_GENERATIONS,
+        num_failures=mesh.world.rank + 1,
         over=mesh.world,
     )
     plan = plan_of(step.plan.lengths, packing, mesh, capacity=packing["capacity"], dp_size=mesh.dp.size)

@@ -31,6 +31,20 @@ def test_the_projection_keeps_norms_and_inner_products() -> None:
     assert ours @ theirs == pytest.approx(flat @ flat_other, abs=tolerance * norms)
 
 
+def test_restored_means_go_on_bit_for_bit_and_leave_the_state_as_it_was() -> None:
+    rng, audit = np.random.default_rng(0), Audit()
+    assert audit.state() == {}
+    steps = rng.standard_normal((4, 2, SKETCH_SIZE))
+    for estimate, full in steps[:2]:
+        audit.add(estimate, full=full)
+    state = {name: value.copy() for name, value in audit.state().items()}
+    restored = Audit.from_state(state)
+    for estimate, full in steps[2:]:
+        assert restored.add(estimate, full=full) == audit.add(estimate, full=full)
+    # What was restored is a copy: the same state can be restored again.
+    assert (Audit.from_state(state).state()["full"] == steps[:2, 1].sum(0)).all()
+
+
 def test_running_means_and_their_standard_error_are_those_of_all_audited_steps() -> None:
     rng, audit = np.random.default_rng(0), Audit()
     full = rng.standard_normal((6, SKETCH_SIZE)) + 1

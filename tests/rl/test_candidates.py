@@ -42,7 +42,7 @@ def history_of(sizes: np.ndarray) -> PromptHistory:
     history = PromptHistory(ema_decay=0.9)
     advantages = np.stack([sizes, -sizes], 1).ravel()
     zeros = np.zeros(2 * count, np.int64)
-    history.record(ScoredBatch(batch, 2, advantages, advantages, zeros + 1, zeros))
+    history.record(ScoredBatch(batch, 2, advantages, advantages, zeros + 1, zeros, advantages))
     return history
 
 

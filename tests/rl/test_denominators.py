@@ -27,6 +27,7 @@ SCORES = ScoredBatch(
     advantages=np.ones(12),
     completion_lengths=np.arange(1, 13),
     finish_reasons=np.zeros(12, np.int64),
+    surprises=np.ones(12),
 )
 
 

@@ -42,6 +42,8 @@ def batch_of(prompt_ids: IntArray, *, rank: int) -> tuple[RolloutBatch, ScoredBa
         advantages=np.where(mixed, np.tile([1.0, -1.0], count), 0.0),
         completion_lengths=2 + sequences % 4,
         finish_reasons=sequences % 2,
+        surprises=1.0 + sequences,
+        num_failures=2,
     )
     return rollouts, scores
 
@@ -78,6 +80,9 @@ def test_groups_are_collected_whole_over_batches_in_the_candidates_order(rank: i
     assert scores.prompts.num_candidates.tolist() == [8, 7]
     assert np.bincount(scores.prompts.minibatches).tolist() == [8, 7]
     assert asked == [list(range(1, 11)), [*range(1, 11), *range(20, 30)]]
+    assert scores.surprises.tolist() == [1.0 + q for q in expected for _ in range(G)]
+    # Every batch reports two, answers of groups that were dropped among them.
+    assert scores.num_failures == 6
     check_holds(rollouts, scores, rank=rank)
 
 

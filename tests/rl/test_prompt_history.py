@@ -31,6 +31,7 @@ def scored(prompt_ids: list[int], advantages: list[list[float]]) -> ScoredBatch:
         advantages=np.array(advantages, np.float64).ravel(),
         completion_lengths=np.ones(count * generations, np.int64),
         finish_reasons=np.zeros(count * generations, np.int64),
+        surprises=np.ones(count * generations),
     )
 
 

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike, NDArray
 
-from dppo_megatron.batches import FinishReason, FloatArray, IntArray, PromptBatch, Purpose, Ragged, ScoredBatch
+from dppo_megatron.batches import (
+    FinishReason,
+    FloatArray,
+    IntArray,
+    PromptBatch,
+    Purpose,
+    Ragged,
+    RolloutBatch,
+    ScoredBatch,
+)
 from dppo_megatron.config.schema import (
     CompletionPruningConfig,
     DppoConfig,
@@ -56,6 +65,7 @@ def scored(prompts: PromptBatch, advantages: ArrayLike) -> ScoredBatch:
         advantages=flat,
         completion_lengths=np.arange(1, len(flat) + 1),
         finish_reasons=np.full(len(flat), FinishReason.STOP, np.int64),
+        surprises=1 + np.arange(len(flat)) % 7 / 3,
     )
 
 
@@ -216,6 +226,31 @@ def test_neyman_scores_a_completion_by_its_advantage_times_its_prompts_weight() 
     np.testing.assert_allclose(p, np.array([0.2, 0.2, 0.2, 0.6]) / 1.2 * 2, rtol=1e-9)
 
 
+@pytest.mark.parametrize(("loss_fn", "divisors"), [(NO_KL, [1, 2, 3, 4]), (TOKEN_MEAN, [1, 1, 1, 1])])
+def test_surprise_scores_a_completion_by_what_its_tokens_add_to_the_loss(loss_fn, divisors) -> None:
+    prompts = candidates([1, 2]).with_weights(np.array([1.0, 2.0]))
+    scores = replace(scored(prompts, [[1.0, -2.0], [0.5, -1.0]]), surprises=np.array([0.8, 0.5, 0.6, 0.9]))
+    config = completions_only(policy="neyman", score="surprise", rate=0.6)
+    p = completion_probabilities(scores, pruning_of(config, loss_fn))
+    sizes = np.array([0.8, 1.0, 0.3, 0.9]) * [1, 1, 2, 2] / divisors
+    np.testing.assert_allclose(p, sizes / sizes.sum() * 1.6, rtol=1e-9)
+
+
+def test_surprise_is_the_root_of_the_squared_probabilities_of_other_tokens() -> None:
+    rng = np.random.default_rng(2)
+    chances = rng.random(9).astype(np.float32)
+    rows = [chances[:4], chances[4:5], chances[5:]]
+    rollouts = RolloutBatch(
+        prompts=candidates([1]),
+        completions=Ragged.from_rows([np.ones(len(row), np.int64).tolist() for row in rows]),
+        sampled_logprobs=np.log(chances),
+        finish_reasons=np.zeros(3, np.int64),
+        version=0,
+    )
+    expected = [np.sqrt(((1 - row.astype(np.float64)) ** 2).sum()) for row in rows]
+    np.testing.assert_allclose(rollouts.surprises, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_zero_advantages_are_dropped_with_certainty_only_without_a_kl_term(enabled: bool) -> None:
     scores = scored(candidates([1, 2]), [[0, 0, 0, 0], [1.0, -1.0, 2.0, -2.0]])
@@ -273,6 +308,33 @@ def test_unseen_prompts_are_kept_and_do_not_enter_the_mean(policy, expected) -> 
     )
     np.testing.assert_array_equal(p[[1, 3]], 1)
     np.testing.assert_allclose(p[[0, 2, 4]], expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("score", ["advantage", "surprise"])
+@pytest.mark.parametrize("policy", ["threshold", "neyman", "uniform"])
+def test_weights_are_bounded_by_the_least_probabilities_and_never_clipped(policy: str, score: str) -> None:
+    """Sizes over nine orders of magnitude: ``neyman`` reaches the bound, and each weight is 1 / (p_q p_o)."""
+    sizes = 10.0 ** -np.arange(10)
+    history, batch = history_of(dict(enumerate(sizes.tolist()))), candidates(np.arange(10))
+    dppo = DppoConfig(
+        prompt_pruning=PromptPruningConfig(rate=0.7, min_keep_probability=0.2),
+        completion_pruning=CompletionPruningConfig(rate=0.8, min_keep_probability=0.1),
+    )
+    changes = {"prompt_pruning": {"policy": policy}, "completion_pruning": {"policy": policy, "score": score}}
+    dppo = replace(dppo, **{name: replace(getattr(dppo, name), **values) for name, values in changes.items()})
+    pruning, largest = pruning_of(dppo), 0.0
+    for step in range(60):
+        draws = Draws(0, step)
+        p_prompts = prompt_keep_probabilities(batch, history=history, pruning=pruning, draws=draws)
+        kept = prune_prompts(batch, history=history, pruning=pruning, draws=draws)
+        scores = scored(kept, np.outer(sizes[kept.prompt_ids], [1, -1e-3, 1e-6, -1]))
+        probabilities = completion_probabilities(scores, pruning)
+        (plan,) = prune_completions(scores, pruning=pruning, draws=draws)
+        p_both = p_prompts[kept.prompt_ids[scores.prompt_rows]] * probabilities
+        np.testing.assert_allclose(plan.weights, 1 / p_both[plan.sequences], rtol=1e-12)
+        largest = max(largest, plan.weights.max(initial=0.0))
+    assert largest <= 1 / (0.2 * 0.1)
+    assert largest > 0.99 / (0.2 * 0.1) or policy != "neyman"
 
 
 # What comes out
@@ -341,16 +403,17 @@ def reorder(scores: ScoredBatch, order: IntArray) -> tuple[ScoredBatch, IntArray
     """The same scored prompts in another order, and the old row of each new sequence."""
     rows = (order[:, None] * G + np.arange(G)).ravel()
     moved = scored(scores.prompts.take(order), scores.advantages[rows])
-    return replace(moved, completion_lengths=scores.completion_lengths[rows]), rows
+    return replace(moved, completion_lengths=scores.completion_lengths[rows], surprises=scores.surprises[rows]), rows
 
 
 @pytest.mark.parametrize("policy", ["threshold", "neyman", "uniform", "top"])
+@pytest.mark.parametrize("score", ["advantage", "surprise"])
 @pytest.mark.parametrize("sampler", ["systematic", "bernoulli"])
-def test_decisions_do_not_depend_on_the_order_in_which_scores_were_gathered(policy, sampler) -> None:
+def test_decisions_do_not_depend_on_the_order_in_which_scores_were_gathered(policy, score, sampler) -> None:
     rng = np.random.default_rng(7)
     prompts = candidates(rng.integers(0, 20, 30), num_minibatches=2).with_weights(1 + rng.random(30))
     scores = scored(prompts, rng.standard_normal((30, G)).round(1))
-    dppo = replace(completions_only(policy=policy), sampler=sampler, denominator="estimated_tokens")
+    dppo = replace(completions_only(policy=policy, score=score), sampler=sampler, denominator="estimated_tokens")
     pruning = pruning_of(dppo, TOKEN_MEAN)
     expected = prune_completions(scores, pruning=pruning, draws=Draws(0, 3))
     for _ in range(5):

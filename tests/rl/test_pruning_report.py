@@ -32,6 +32,7 @@ def test_a_report_counts_prompts_completions_weights_and_tokens_over_all_minibat
         advantages=np.array([0.0, 1.0, 1.0, 1.0]),
         completion_lengths=np.array([10, 20, 30, 40]),
         finish_reasons=np.zeros(4, np.int64),
+        surprises=np.ones(4),
     )
     plans = tuple(
         PrunedBatch(

@@ -57,6 +57,7 @@ def make_scored(rollouts: RolloutBatch) -> ScoredBatch:
         advantages=ADVANTAGES,
         completion_lengths=rollouts.completions.lengths,
         finish_reasons=rollouts.finish_reasons,
+        surprises=rollouts.surprises,
     )
 
 

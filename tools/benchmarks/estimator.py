@@ -57,6 +57,7 @@ def scored(prompts: PromptBatch, *, num_generations: int) -> ScoredBatch:
         advantages=group_advantages(rewards, grpo=GrpoConfig()).ravel(),
         completion_lengths=rng.integers(1, 1000, rewards.size),
         finish_reasons=np.zeros(rewards.size, np.int64),
+        surprises=rng.random(rewards.size),
     )
 
 

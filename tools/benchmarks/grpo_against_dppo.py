@@ -20,6 +20,7 @@ METHODS = {
     "grpo": ("dppo.enabled=false",),
     "dppo": (),
     "dppo neyman": ("dppo.completion_pruning.policy=neyman",),
+    "dppo surprise": ("dppo.completion_pruning.policy=neyman", "dppo.completion_pruning.score=surprise"),
     "top": ("dppo.prompt_pruning.enabled=false", "dppo.completion_pruning.policy=top"),
     "greso": ("dppo.prompt_pruning.policy=greso", "dppo.completion_pruning.enabled=false"),
 }
