@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_SYNC_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,51 +37,39 @@ class FileRecord:
 
 
 class HashingFile:
-    """A new file that is written from front to back; a thread hashes and syncs what is written meanwhile.
-
-    Syncing on the way keeps the disk busy from the first write on, instead of all of it waiting for the last.
-    """
+    """A new file that is written from front to back and hashed meanwhile; on the disk when closed."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
         self._hash = hashlib.sha256()
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._settling: Future[None] | None = None
-        self._num_unsynced = 0
         self.num_bytes = 0
 
     def __enter__(self) -> "HashingFile":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # Nothing is closed under the thread's hands; after an error its own error is of no use.
         self._thread.shutdown()
         with self._file:
             if kind is None:
-                self._wait()
                 os.fsync(self._file.fileno())
 
-    def _wait(self) -> None:
-        if self._settling is not None:
-            self._settling.result()
-
-    def _settle(self, data: bytes | memoryview) -> None:
-        self._hash.update(data)
-        self._num_unsynced += len(data)
-        if self._num_unsynced >= _SYNC_BYTES:
-            os.fdatasync(self._file.fileno())
-            self._num_unsynced = 0
-
     def write(self, data: bytes | memoryview) -> None:
-        """Append; ``data`` must not change before the next call or the end."""
-        self._wait()
+        """Append."""
+        hashing = self._thread.submit(self._hash.update, data)
         self._file.write(data)
         self._file.flush()
+        self._start_writing_out(len(data))
         self.num_bytes += len(data)
-        self._settling = self._thread.submit(self._settle, data)
+        hashing.result()
+
+    def _start_writing_out(self, length: int) -> None:
+        # Else the disk is idle until the end, and all of the file then waits for it.
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), self.num_bytes, length, os.POSIX_FADV_DONTNEED)
 
     def record(self) -> FileRecord:
-        """What was written; for after the end."""
+        """What was written so far."""
         return FileRecord(self.num_bytes, self._hash.hexdigest())
 
 
