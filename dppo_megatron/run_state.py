@@ -51,6 +51,7 @@ _FREE = (
     "dppo.save_hf",
     "dppo.checkpoint.",
     "dppo.watchdog.",
+    "dppo.virtual_pipeline_stages",
     "dppo.max_skipped_updates",
     "env.",
 )

@@ -35,7 +35,12 @@ def start(job: list[str]) -> int:
         device.set_num_threads()
         loaded = load_config(job[0], job[1:])
         check_config(loaded.config)
-        layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg)
+        config = loaded.config
+        layout = resolve_layout(
+            config.cluster,
+            megatron=config.policy.megatron_cfg,
+            virtual_pp=config.dppo.virtual_pipeline_stages,
+        )
         run_training(loaded, layout, command=["test"])
         code = 0
     except (ValueError, RuntimeError, OSError, AssertionError):
