@@ -82,10 +82,11 @@ def _flatten(prefix: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run continues: steps done before, and the prompt history of then."""
+    """Where a run continues: steps done before, the prompt history of then, its id at Weights & Biases."""
 
     num_steps_done: int
     history: PromptHistory
+    wandb_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,14 @@ class RunState:
         return self.directory / f"step_{num_steps_done}"
 
     def save(
-        self, policy: Policy, *, prompts: Prompts, history: PromptHistory, num_steps_done: int, metric: float | None
+        self,
+        policy: Policy,
+        *,
+        prompts: Prompts,
+        history: PromptHistory,
+        num_steps_done: int,
+        metric: float | None,
+        wandb_id: str | None,
     ) -> Path | None:
         """Write a checkpoint, not yet visible; called by every rank. Returns what ``publish`` takes.
 
@@ -121,6 +129,7 @@ class RunState:
             "num_updates": policy.num_updates,
             "metric": metric,
             "prompts": prompts.state(),
+            "wandb_id": wandb_id,
             "with_optimizer": self.config.save_optimizer,
             "fingerprint": self.fingerprint,
         }
@@ -206,7 +215,7 @@ class RunState:
         prompts.restore(state["prompts"])
         with np.load(newest / "history.npz") as arrays:
             history = PromptHistory.from_state(dict(arrays), ema_decay=ema_decay, greso=greso)
-        return Resumed(state["num_steps_done"], history)
+        return Resumed(state["num_steps_done"], history, state.get("wandb_id"))
 
     def _newest_whole(self, world: Axis) -> Path | None:
         """The newest checkpoint whose files are as they were written; damaged ones are set aside, loudly."""

@@ -339,7 +339,12 @@ def save_checkpoint(run: Run, step: int, accuracy: float | None) -> Path | None:
         return None
     metric = accuracy if run.config.checkpointing.metric_name is not None else None
     return run.state.save(
-        run.policy, prompts=run.prompts, history=run.history, num_steps_done=step + 1, metric=metric
+        run.policy,
+        prompts=run.prompts,
+        history=run.history,
+        num_steps_done=step + 1,
+        metric=metric,
+        wandb_id=run.wandb_id,
     )
 
 

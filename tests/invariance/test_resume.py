@@ -138,6 +138,36 @@ def train(command: list[str], *, largest_file: int | None = None) -> subprocess.
     )
 
 
+WANDB = """
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+def init(**settings):
+    with (Path(__file__).parent / "inits.jsonl").open("a") as file:
+        file.write(json.dumps({"id": settings["id"], "resume": settings["resume"]}) + "\\n")
+    return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+"""
+
+
+def test_a_run_that_continues_in_another_directory_is_still_the_one_at_weights_and_biases(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_prompts(tiny_model, tmp_path)
+    package = tmp_path / "fake_wandb"
+    package.mkdir()
+    (package / "wandb.py").write_text(WANDB)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]))
+    sent = ("logger.wandb_enabled=true", f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}")
+    # The start in between sends nothing there, and must not make the last one another run.
+    for name, num_steps, extra in (("sent", 2, sent), ("silent", 4, sent[1:]), ("sent_on", 6, sent)):
+        result = train(job(tiny_model, tmp_path / name, num_steps=num_steps, extra=extra))
+        assert result.returncode == 0, result.stderr
+    inits = [json.loads(line) for line in (package / "inits.jsonl").read_text().splitlines()]
+    assert len(inits) == 2
+    assert inits[0] == inits[1] == {"id": (tmp_path / "sent" / "wandb_id.txt").read_text(), "resume": "allow"}
+
+
 def starts_of(run: Path) -> list[dict[str, int]]:
     """What provenance.json says of the run's starts."""
     return json.loads((run / "provenance.json").read_text())["starts"]
