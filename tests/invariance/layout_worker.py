@@ -25,7 +25,7 @@ from dppo_megatron import device
 from dppo_megatron.architecture import read_architecture
 from dppo_megatron.batches import PackedRow, RowPlan, ScoredBatch
 from dppo_megatron.config.schema import LossConfig, MegatronConfig, SequencePackingConfig
-from dppo_megatron.parallel import hf_weights
+from dppo_megatron.parallel import collectives, hf_weights
 from dppo_megatron.parallel.exchange import exchange, gather_scores
 from dppo_megatron.parallel.mesh import Mesh, lay_out
 from dppo_megatron.parallel.policy import Policy
@@ -111,6 +111,7 @@ def run_case(case: Case, models: Path, output: Path) -> None:
     results["stream.parts"] = everywhere(has_engine_parts(weights, policy))
     held = {row.layer for row in policy.parameters.table if row.name in policy.parameters.local}
     results["layers_of_first_rank"] = torch.tensor(sorted(layer for layer in held if layer is not None))
+    results["disagreement_ends_the_run"] = everywhere(refuses_disagreement(mesh))
     if case.name in STREAM_MEASURED:
         results["stream.peak"] = stream_peak(policy, bucket_bytes=BUCKET_BYTES)
         results["stream.peak_of_one_bucket"] = stream_peak(policy, bucket_bytes=2**30)
@@ -171,6 +172,16 @@ def _held_at_most(policy: Policy, *, bucket_bytes: int) -> int:
     events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(np.cumsum(sizes).tolist(), default=0)
+
+
+def refuses_disagreement(mesh: Mesh) -> bool:
+    """Whether this rank is stopped where one of several has decided otherwise than the others."""
+    collectives.require_equal(7, mesh.world, what="keep decisions")
+    try:
+        collectives.require_equal(7 + (mesh.world.is_last and mesh.world.size > 1), mesh.world, what="keep decisions")
+    except RuntimeError as error:
+        return "keep decisions differ" in str(error)
+    return mesh.world.size == 1
 
 
 def everywhere(holds: bool) -> Tensor:

@@ -54,6 +54,11 @@ def test_they_are_those_of_one_process_too(case: Case, suite: Suite) -> None:
 
 
 @cases
+def test_ranks_that_have_decided_differently_all_stop(case: Case, suite: Suite) -> None:
+    assert bool(suite.outcomes[case.name]["disagreement_ends_the_run"])
+
+
+@cases
 def test_every_sampled_token_is_trained_on_once(case: Case, suite: Suite) -> None:
     assert int(suite.outcomes[case.name]["tokens"]) == step_of(case.setting).plan.completion_lengths.sum()
 
