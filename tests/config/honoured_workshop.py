@@ -92,16 +92,18 @@ class Workshop:
 
 def network(shop: Workshop, loaded: LoadedConfig) -> object:
     """megatron-core's TransformerConfig, fusions as a GPU would have them."""
-    policy = loaded.config.policy
+    policy, virtual_pp = loaded.config.policy, loaded.config.dppo.virtual_pipeline_stages
     with patch.object(device, "has_gpu", return_value=True):
-        built = transformer_config(shop.architecture, policy.megatron_cfg, precision=policy.precision)
+        built = transformer_config(
+            shop.architecture, policy.megatron_cfg, precision=policy.precision, virtual_pp=virtual_pp
+        )
     return {name: repr(value) for name, value in vars(built).items()}
 
 
 def reduction(shop: Workshop, loaded: LoadedConfig) -> object:
     """megatron-core's DistributedDataParallelConfig, of the model that wraps it."""
     with shop.run(loaded) as run:
-        return asdict(run.policy.model.ddp_config)
+        return asdict(run.policy.chunks[0].ddp_config)
 
 
 def optimizer(shop: Workshop, loaded: LoadedConfig) -> object:

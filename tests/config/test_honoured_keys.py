@@ -191,6 +191,11 @@ _SECTIONS: tuple[tuple[str, Probe, str], ...] = (
     (_DPPO, runs.disk_errors, f"checkpoint.on_write_error=continue | {_SAVED}"),
     (_DPPO, runs.continuation, "checkpoint.accept_changed=[grpo.seed]"),
     (_DPPO, runs.skipped, "max_skipped_updates=5"),
+    (
+        _DPPO,
+        built.network,
+        f"virtual_pipeline_stages=2 | {_TWO_GPUS} policy.megatron_cfg.pipeline_model_parallel_size=2",
+    ),
     (_DPPO, runs.limits, "watchdog.enabled=false\nwatchdog.min_seconds=10.0\nwatchdog.slowest_factor=3.0"),
     (
         "grpo.",
