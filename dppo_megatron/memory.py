@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from dppo_megatron.architecture import Architecture
 from dppo_megatron.config.schema import PolicyConfig
-from dppo_megatron.plan import Layout, layers_of_stages
+from dppo_megatron.plan import Layout, layers_of_chunks
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _MOMENTS, _MAIN_PARAMETER = 8, 4
@@ -48,24 +48,33 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """What one pipeline stage holds: layers, embedding, output layer; in_flight: rows at once, at most."""
+    """What one pipeline stage holds: layers, embedding, output layer.
+
+    in_flight: rows at once, at most; of interleaved stages, where a row is in one chunk at a time, a fraction.
+    """
 
     num_layers: int
     is_first: bool
     is_last: bool
-    in_flight: int
+    in_flight: float
 
 
 def stage_shapes(architecture: Architecture, policy: PolicyConfig, *, layout: Layout) -> tuple[StageShape, ...]:
     """The stages in order; an earlier stage starts more rows before the first gradient comes back to it.
 
-    Source: ``megatron.core.pipeline_parallel.schedules``, 1F1B.
+    Source: ``megatron.core.pipeline_parallel.schedules``, 1F1B, and ``get_pp_rank_microbatches`` where interleaved.
     """
-    stages = layers_of_stages(architecture.num_layers, megatron=policy.megatron_cfg)
-    last = len(stages) - 1
+    pp, virtual_pp = layout.pp, layout.virtual_pp
+    stages = layers_of_chunks(architecture.num_layers, megatron=policy.megatron_cfg, virtual_pp=virtual_pp)
+    later = 1 if virtual_pp == 1 else 2
     return tuple(
-        StageShape(len(layers), is_first=stage == 0, is_last=stage == last, in_flight=layout.pp - stage)
-        for stage, layers in enumerate(stages)
+        StageShape(
+            sum(map(len, chunks)),
+            is_first=stage == 0,
+            is_last=stage == pp - 1,
+            in_flight=((pp - 1 - stage) * later + (virtual_pp - 1) * pp + 1) / virtual_pp,
+        )
+        for stage, chunks in enumerate(stages)
     )
 
 

@@ -17,13 +17,17 @@ Problems = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the mesh's axes; sequence_parallel is false where tp is 1, which leaves nothing to shard."""
+    """Sizes of the mesh's axes; sequence_parallel is false where tp is 1, which leaves nothing to shard.
+
+    virtual_pp: chunks of layers that each pipeline stage holds, which take turns (the interleaved schedule).
+    """
 
     tp: int
     pp: int
     cp: int
     dp: int
     sequence_parallel: bool
+    virtual_pp: int = 1
 
     @property
     def world_size(self) -> int:
@@ -31,7 +35,7 @@ class Layout:
         return self.tp * self.pp * self.cp * self.dp
 
 
-def resolve_layout(cluster: ClusterConfig, *, megatron: MegatronConfig) -> Layout:
+def resolve_layout(cluster: ClusterConfig, *, megatron: MegatronConfig, virtual_pp: int) -> Layout:
     """Divide the cluster's processes over the axes; data parallelism takes what the others leave.
 
     Raises: ValueError when a model replica's size does not divide the number of processes.
@@ -40,7 +44,7 @@ def resolve_layout(cluster: ClusterConfig, *, megatron: MegatronConfig) -> Layou
     raise_problems(f"{key} = {cluster.gpus_per_node}: {allowed}" for key, allowed in problems)
     tp, pp, cp = _model_axes(megatron)
     dp = cluster.gpus_per_node * cluster.num_nodes // (tp * pp * cp)
-    return Layout(tp, pp, cp, dp, sequence_parallel=megatron.sequence_parallel and tp > 1)
+    return Layout(tp, pp, cp, dp, sequence_parallel=megatron.sequence_parallel and tp > 1, virtual_pp=virtual_pp)
 
 
 def _model_axes(megatron: MegatronConfig) -> tuple[int, int, int]:
@@ -72,7 +76,7 @@ def check_layout(shape: Architecture, *, layout: Layout, megatron: MegatronConfi
     raise_problems(
         [
             *_tensor_problems(shape, tp=layout.tp),
-            *_stage_problems(shape, pp=layout.pp, megatron=megatron),
+            *_stage_problems(shape, pp=layout.pp, virtual_pp=layout.virtual_pp, megatron=megatron),
             *_fp8_problems(shape, tp=layout.tp, fp8=megatron.fp8_cfg),
         ]
     )
@@ -88,7 +92,7 @@ def _tensor_problems(shape: Architecture, *, tp: int) -> Iterator[str]:
         yield f"{start} num_key_value_heads, {shape.num_key_value_heads}, or be a multiple of it"
 
 
-def _stage_problems(shape: Architecture, *, pp: int, megatron: MegatronConfig) -> Iterator[str]:
+def _stage_problems(shape: Architecture, *, pp: int, virtual_pp: int, megatron: MegatronConfig) -> Iterator[str]:
     layers, stages = shape.num_layers, pp
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         size = getattr(megatron, name)
@@ -96,7 +100,15 @@ def _stage_problems(shape: Architecture, *, pp: int, megatron: MegatronConfig) -
             layers, stages = layers - size, stages - 1
             if size < 1:
                 yield f"{_MEGATRON}.{name} = {size}: must be at least 1, or null"
+            elif size % virtual_pp:
+                yield f"dppo.virtual_pipeline_stages = {virtual_pp}: must divide {_MEGATRON}.{name}, {size}"
     if layers == stages == 0:
+        if virtual_pp > 1:
+            # megatron-core would divide by the number of stages between the two.
+            yield (
+                f"dppo.virtual_pipeline_stages = {virtual_pp}: with two pipeline stages only one of {_MEGATRON}."
+                "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage may be set"
+            )
         return
     if layers < 1 or stages < 1 or layers % stages:
         yield (
@@ -104,12 +116,17 @@ def _stage_problems(shape: Architecture, *, pp: int, megatron: MegatronConfig) -
             f"num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage leave {layers} for "
             f"{stages} stages"
         )
+    elif layers // stages % virtual_pp:
+        yield (f"dppo.virtual_pipeline_stages = {virtual_pp}: must divide the {layers // stages} layers of a stage")
 
 
-def layers_of_stages(num_layers: int, *, megatron: MegatronConfig) -> tuple[tuple[int, ...], ...]:
-    """The layers of each pipeline stage, in order, of a model that ``check_layout`` accepts.
+def layers_of_chunks(
+    num_layers: int, *, megatron: MegatronConfig, virtual_pp: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The layers of each pipeline stage's chunks, stage by stage, of a model that ``check_layout`` accepts.
 
-    Source: ``megatron.core.transformer.transformer_block.get_num_layers_to_build``.
+    A row passes the first chunks of all stages, then the second ones, and so on. Source:
+    ``megatron.core.transformer.transformer_layer.get_transformer_layer_offset``.
     """
     pp = megatron.pipeline_model_parallel_size
     first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
@@ -117,9 +134,19 @@ def layers_of_stages(num_layers: int, *, megatron: MegatronConfig) -> tuple[tupl
     counts = [fixed.get(stage) for stage in range(pp)]
     left = num_layers - sum(count or 0 for count in counts)
     each = left // max(sum(count is None for count in counts), 1)
-    bounds = list(itertools.accumulate((each if count is None else count for count in counts), initial=0))
+    per_chunk = [(each if count is None else count) // virtual_pp for count in counts]
+    bounds = list(itertools.accumulate(per_chunk * virtual_pp, initial=0))
     assert bounds[-1] == num_layers
-    return tuple(tuple(range(*ends)) for ends in itertools.pairwise(bounds))
+    chunks = [tuple(range(*ends)) for ends in itertools.pairwise(bounds)]
+    return tuple(tuple(chunks[stage::pp]) for stage in range(pp))
+
+
+def rows_multiple(layout: Layout) -> int:
+    """What the rows of a data-parallel rank must be a multiple of: interleaved stages take them in groups of PP.
+
+    Source: ``megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving``.
+    """
+    return layout.pp if layout.virtual_pp > 1 else 1
 
 
 @dataclass(frozen=True, slots=True)

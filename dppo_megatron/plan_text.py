@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from dppo_megatron.plan import rows_multiple
 from dppo_megatron.run_plan import RunPlan
 
 _GIB, _MIB = 2**30, 2**20
@@ -78,6 +79,7 @@ def _layout(plan: RunPlan) -> Iterator[str]:
     yield (
         f"layout         {layout.world_size} processes: {layout.tp} tensor{parallel}parallel x {layout.cp} context- "
         f"x {layout.dp} data- x {layout.pp} pipeline-parallel"
+        + (f" of {layout.virtual_pp} interleaved chunks" if layout.virtual_pp > 1 else "")
     )
     for rank in plan.ranks[:_MAX_RANKS]:
         yield f"  rank {rank.rank}: node {rank.node}, tp {rank.tp}, cp {rank.cp}, dp {rank.dp}, pp {rank.pp}"
@@ -102,6 +104,8 @@ def _padding(plan: RunPlan) -> Iterator[str]:
         yield f"  context parallelism cuts each sequence into 2 x {layout.cp}"
     if layout.sequence_parallel:
         yield f"  sequence parallelism cuts a rank's tokens by {layout.tp}"
+    if (multiple := rows_multiple(layout)) > 1:
+        yield f"  interleaved stages take rows in groups of {multiple}; what is missing is filled with empty rows"
     if policy.make_sequence_length_divisible_by != plan.padding.sequence:
         yield (
             f"  policy.make_sequence_length_divisible_by = {policy.make_sequence_length_divisible_by} was raised to "

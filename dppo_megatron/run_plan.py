@@ -56,12 +56,13 @@ def _model_problems(loaded: LoadedConfig) -> Iterator[tuple[Problem, bool]]:
         yield Problem(_MODEL, name, loaded.place(_MODEL), reason, "use a dense model of a supported family"), True
         return
     try:
-        check_layout(architecture, layout=resolve_layout(config.cluster, megatron=megatron), megatron=megatron)
+        layout = resolve_layout(config.cluster, megatron=megatron, virtual_pp=config.dppo.virtual_pipeline_stages)
+        check_layout(architecture, layout=layout, megatron=megatron)
     except ValueError as error:
         for line in str(error).splitlines():
             key, _, rest = line.partition(" = ")
             value, _, reason = rest.partition(": ")
-            if key.startswith("policy.megatron_cfg."):
+            if key.startswith(("policy.megatron_cfg.", "dppo.")):
                 yield Problem(key, int(value), loaded.place(key), reason, "change it, or the model"), True
 
 
@@ -157,7 +158,8 @@ def make_plan(found: Examination, *, path: str, overrides: Sequence[str]) -> Run
     """The plan of a configuration without errors."""
     config = found.loaded.config
     policy = config.policy
-    layout = resolve_layout(config.cluster, megatron=policy.megatron_cfg)
+    virtual_pp = config.dppo.virtual_pipeline_stages
+    layout = resolve_layout(config.cluster, megatron=policy.megatron_cfg, virtual_pp=virtual_pp)
     known = known_config(policy.model_name)
     architecture = read_architecture(known[0]) if known else None
     memory: tuple[StageMemory, ...] = ()

@@ -33,9 +33,10 @@ from dppo_megatron.rl.replay import ReplayGenerator
 from dppo_megatron.rl.rewards import Reward, make_reward, score_rollouts
 from dppo_megatron.rl.vllm_engine import VllmEngine
 from dppo_megatron.rl.vllm_generator import VllmGenerator
-from dppo_megatron.run_state import RunState, fingerprint
+from dppo_megatron.run_state import Resumed, RunState, fingerprint
 from dppo_megatron.skipped_updates import SkippedUpdates
 from dppo_megatron.stop_request import StopRequest
+from dppo_megatron.wandb_sink import keep_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,7 +110,10 @@ def find_stop_token_ids(config: Config, tokenizer: "PreTrainedTokenizerBase", so
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run, ready for its next step. ``first_step``: 0, or where the newest checkpoint stands."""
+    """A run, ready for its next step. ``first_step``: 0, or where the newest checkpoint stands.
+
+    wandb_id: of the run at Weights & Biases, on the first rank; None where nothing was ever sent there.
+    """
 
     config: Config
     mesh: Mesh
@@ -133,6 +137,7 @@ class Run:
     stop: StopRequest
     first_step: int
     num_steps: int
+    wandb_id: str | None
 
     def __enter__(self) -> "Run":
         return self
@@ -147,11 +152,13 @@ class Run:
         start = f"continues after step {self.first_step}" if self.first_step else "starts"
         if self.first_step >= self.num_steps:
             start = f"is complete: all {self.num_steps} steps are done"
+        chunks = f" of {layout.virtual_pp} chunks" if layout.virtual_pp > 1 else ""
         processes = f"{layout.world_size} process" + ("es" if layout.world_size > 1 else "")
         return [
             f"{self.config.policy.model_name} {start}: {self.num_steps} steps of {grpo.num_prompts_per_step} prompts "
             f"x {grpo.num_generations_per_prompt} completions on {processes} "
-            f"(tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, dp {layout.dp}), device {device.current().type}",
+            f"(tp {layout.tp}, pp {layout.pp}{chunks}, cp {layout.cp}, dp {layout.dp}), "
+            f"device {device.current().type}",
             *self.pruning.notes,
         ]
 
@@ -237,6 +244,7 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopReques
         stop=stop,
         first_step=resumed.num_steps_done if resumed else 0,
         num_steps=min(grpo.max_num_steps, grpo.max_num_epochs * prompts.steps_per_epoch),
+        wandb_id=_wandb_id(config, resumed, mesh=mesh),
     )
 
 
@@ -247,6 +255,13 @@ def _validation_sampling(sampling: Sampling, config: Config) -> Sampling:
         temperature=config.policy.generation.val_temperature,
         purpose=Purpose.VALIDATION,
     )
+
+
+def _wandb_id(config: Config, resumed: Resumed | None, *, mesh: Mesh) -> str | None:
+    known = resumed.wandb_id if resumed else None
+    if not (config.logger.wandb_enabled and mesh.world.is_first):
+        return known
+    return keep_id(Path(config.logger.log_dir), resumed=known)
 
 
 def _resampling(grpo: GrpoConfig, *, num_minibatches: int) -> Resampling:

@@ -52,6 +52,7 @@ _FREE = (
     "dppo.save_hf",
     "dppo.checkpoint.",
     "dppo.watchdog.",
+    "dppo.virtual_pipeline_stages",
     "dppo.max_skipped_updates",
     "env.",
 )
@@ -82,11 +83,15 @@ def _flatten(prefix: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run continues: steps done before, the prompt history and the audit's running means of then."""
+    """Where a run continues: steps done before, and what stood then.
+
+    history: the prompts'. audit: the running means. wandb_id: the run's at Weights & Biases.
+    """
 
     num_steps_done: int
     history: PromptHistory
     audit: Audit
+    wandb_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,7 @@ class RunState:
         audit: Audit,
         num_steps_done: int,
         metric: float | None,
+        wandb_id: str | None,
     ) -> Path | None:
         """Write a checkpoint, not yet visible; called by every rank. Returns what ``publish`` takes.
 
@@ -129,6 +135,7 @@ class RunState:
             "num_updates": policy.num_updates,
             "metric": metric,
             "prompts": prompts.state(),
+            "wandb_id": wandb_id,
             "with_optimizer": self.config.save_optimizer,
             "fingerprint": self.fingerprint,
         }
@@ -220,7 +227,7 @@ class RunState:
         if (newest / "audit.npz").is_file():
             with np.load(newest / "audit.npz") as arrays:
                 audit = Audit.from_state(dict(arrays))
-        return Resumed(state["num_steps_done"], history, audit)
+        return Resumed(state["num_steps_done"], history, audit, state.get("wandb_id"))
 
     def _newest_whole(self, world: Axis) -> Path | None:
         """The newest checkpoint whose files are as they were written; damaged ones are set aside, loudly."""

@@ -25,7 +25,7 @@ from dppo_megatron.batches import (
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.exchange import exchange, gather_scores
 from dppo_megatron.parallel.regrouping import lengths_in, regroup
-from dppo_megatron.plan import padding_multiples, token_alignment
+from dppo_megatron.plan import padding_multiples, rows_multiple, token_alignment
 from dppo_megatron.rl.advantages import group_advantages
 from dppo_megatron.rl.audit import AuditReport, sketch
 from dppo_megatron.rl.draws import Draws, hash_parts
@@ -223,6 +223,7 @@ def _plan(run: Run, lengths: IntArray, *, capacity: int, dp_size: int) -> RowPla
         sequence_multiple=multiples.sequence,
         row_multiple=multiples.row,
         dp_size=dp_size,
+        num_rows_multiple=rows_multiple(run.mesh.layout),
         attention_weight=run.inputs.architecture.attention_weight,
     )
 
@@ -345,6 +346,7 @@ def save_checkpoint(run: Run, step: int, accuracy: float | None) -> Path | None:
         audit=run.audit,
         num_steps_done=step + 1,
         metric=metric,
+        wandb_id=run.wandb_id,
     )
 
 

@@ -164,10 +164,14 @@ def _open_watchdog(config: Config, mesh: Mesh) -> Watchdog:
 def _open_log(run: Run, directory: Path) -> RunLog | SilentLog:
     if not run.mesh.world.is_first:
         return SilentLog()
+    settings, wandb = run.config.logger, None
+    if settings.wandb_enabled:
+        assert run.wandb_id is not None
+        wandb = WandbSink(directory, settings.wandb, run_id=run.wandb_id)
     return RunLog(
         directory,
         num_steps=run.num_steps,
-        tensorboard=run.config.logger.tensorboard_enabled,
+        tensorboard=settings.tensorboard_enabled,
         console=sys.stdout,
-        wandb=WandbSink(directory, run.config.logger.wandb) if run.config.logger.wandb_enabled else None,
+        wandb=wandb,
     )

@@ -11,26 +11,36 @@ from dppo_megatron.config.logger_section import WandbConfig
 ID_FILE = "wandb_id.txt"
 
 
+def keep_id(directory: Path, *, resumed: str | None) -> str:
+    """The id of the run there: the checkpoint's, or that in the run's directory, or a new one; then kept there.
+
+    resumed: what the checkpoint that the run continues from says; a run that died before its first has none.
+    """
+    path = directory / ID_FILE
+    kept = path.read_text(encoding="utf-8") if path.is_file() else None
+    chosen = resumed or kept or secrets.token_hex(4)
+    if chosen != kept:
+        directory.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(path, chosen)
+    return chosen
+
+
 class WandbSink:
-    """A run there; its id is kept in the run's directory, so that a resumed run continues it.
+    """A run there, by its id: a resumed run continues it.
 
     WANDB_MODE=offline writes below the run's directory and sends nothing.
     """
 
-    def __init__(self, directory: Path, config: WandbConfig) -> None:
+    def __init__(self, directory: Path, config: WandbConfig, *, run_id: str) -> None:
         """Open or continue the run. Raises ValueError where the package is not installed."""
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ValueError("logger.wandb_enabled: true needs the package wandb: pip install wandb") from error
-        path = directory / ID_FILE
-        if not path.is_file():
-            directory.mkdir(parents=True, exist_ok=True)
-            atomic_write_text(path, secrets.token_hex(4))
         self._run: Any = wandb.init(
             project=config.project,
             name=config.name or directory.resolve().name,
-            id=path.read_text(encoding="utf-8"),
+            id=run_id,
             resume="allow",
             dir=str(directory),
         )

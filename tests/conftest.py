@@ -1,12 +1,15 @@
 """What tests share: launches of worker scripts on several processes."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tools.make_tiny_model import make_tiny_model
 
@@ -18,6 +21,26 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's model after a few steps of its warm start, with its data."""
     output = tmp_path_factory.mktemp("tiny") / "model"
     make_tiny_model(output, seed=0, steps=40)
+    return output
+
+
+@pytest.fixture(scope="session")
+def deep_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with each layer twice, all different: four, which two stages of two chunks need."""
+    output = tmp_path_factory.mktemp("deep") / "model"
+    shutil.copytree(tiny_model, output)
+    config = json.loads((output / "config.json").read_text())
+    config |= {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    (output / "config.json").write_text(json.dumps(config))
+    deep = {}
+    for name, tensor in load_file(output / "model.safetensors").items():
+        parts = name.split(".")
+        if parts[1] != "layers":
+            deep[name] = tensor
+            continue
+        for copy in range(2):
+            deep[".".join([*parts[:2], f"{2 * int(parts[2]) + copy}", *parts[3:]])] = tensor * (1 - 0.1 * copy)
+    save_file(deep, output / "model.safetensors", metadata={"format": "pt"})
     return output
 
 

@@ -65,7 +65,10 @@ CASES: dict[str, dict[str, object]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2_virtual2": {"pipeline_model_parallel_size": 2},
 }
+VIRTUAL_PP = {"pp2_virtual2": 2}
+"""Chunks of a pipeline stage, where they are several."""
 
 
 class SavedBytes:
@@ -119,13 +122,13 @@ def make_rows(count: int) -> list[PackedRow]:
 
 def gradient_buffers(policy: Policy) -> list[Any]:
     """megatron-core's flat buffers, whose attribute hides that of torch's modules."""
-    buffers: Any = policy.model.buffers
-    return list(buffers)
+    chunks: list[Any] = list(policy.chunks)
+    return [buffer for chunk in chunks for buffer in chunk.buffers]
 
 
 def optimizer_bytes(policy: Policy) -> int:
     """Main parameters and moments, storages once, without the model's own."""
-    own = {parameter.data.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
+    own = {parameter.data.untyped_storage().data_ptr() for parameter in policy.own_parameters()}
     sharded = (buffer.param_data for buffer in gradient_buffers(policy) if buffer.param_data is not None)
     own |= {data.untyped_storage().data_ptr() for data in sharded}
     found: dict[int, int] = {}
@@ -145,16 +148,23 @@ def measure(name: str, model: str) -> dict[str, int]:
     config = policy_of(model, **CASES[name])  # pyright: ignore[reportArgumentType]
     megatron, world = config.megatron_cfg, torch.distributed.get_world_size()
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    layout = Layout(tp=tp, pp=pp, cp=1, dp=world // (tp * pp), sequence_parallel=megatron.sequence_parallel)
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        cp=1,
+        dp=world // (tp * pp),
+        sequence_parallel=megatron.sequence_parallel,
+        virtual_pp=VIRTUAL_PP.get(name, 1),
+    )
     mesh = lay_out(layout, seed=1)
     architecture = read_architecture(AutoConfig.from_pretrained(model).to_dict())
     policy = Policy(config, architecture, source=Path(model), mesh=mesh)
     loss = PolicyLoss(LossConfig(reference_policy_kl_penalty=0.0))
-    saved = SavedBytes(without=policy.model.parameters())
+    saved = SavedBytes(without=policy.own_parameters())
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held[0]):
         policy.update(make_rows(4), loss=loss, denominator=1.0, temperature=1.0)
     return {
-        "weights": sum(parameter.numel() * parameter.element_size() for parameter in policy.model.parameters()),
+        "weights": sum(parameter.numel() * parameter.element_size() for parameter in policy.own_parameters()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in gradient_buffers(policy)),
         "optimizer": optimizer_bytes(policy),
         "activations": saved.peak,

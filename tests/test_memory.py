@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_worker import CASES, policy_of
+from memory_worker import CASES, VIRTUAL_PP, policy_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dppo_megatron.architecture import Architecture, read_architecture
@@ -69,7 +69,7 @@ def test_what_a_small_model_holds_is_within_ten_percent_of_the_estimate(
 ) -> None:
     policy = policy_of(str(model), **CASES[case])  # pyright: ignore[reportArgumentType]
     policy = replace(policy, sequence_packing=replace(policy.sequence_packing, train_mb_tokens=512))
-    layout = layout_of(policy, world_size=2)
+    layout = replace(layout_of(policy, world_size=2), virtual_pp=VIRTUAL_PP.get(case, 1))
     architecture = read_architecture(json.loads((model / "config.json").read_text()))
     estimates = estimate_memory(architecture, policy, layout=layout, max_cache_tokens=0)
     for rank in range(2):

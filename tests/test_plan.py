@@ -4,7 +4,9 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dppo_megatron.architecture import Architecture, read_architecture
 from dppo_megatron.config.fp8 import Fp8Config
@@ -14,8 +16,10 @@ from dppo_megatron.plan import (
     Layout,
     batch_arithmetic,
     check_layout,
+    layers_of_chunks,
     padding_multiples,
     resolve_layout,
+    rows_multiple,
     token_alignment,
 )
 
@@ -40,11 +44,17 @@ def layout(*, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False) -> Layout
 
 
 def accepts(
-    shape: Architecture, *, tp: int = 1, pp: int = 1, first: int | None = None, last: int | None = None
+    shape: Architecture,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    virtual_pp: int = 1,
+    first: int | None = None,
+    last: int | None = None,
 ) -> bool:
     megatron = MegatronConfig(num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last)
     try:
-        check_layout(shape, layout=layout(tp=tp, pp=pp), megatron=megatron)
+        check_layout(shape, layout=replace(layout(tp=tp, pp=pp), virtual_pp=virtual_pp), megatron=megatron)
     except ValueError:
         return False
     return True
@@ -60,7 +70,7 @@ def megatron_accepts(**sizes: int | None) -> bool:
 
 def test_data_parallelism_takes_what_the_other_axes_leave() -> None:
     megatron = MegatronConfig(tensor_model_parallel_size=2, context_parallel_size=2, pipeline_model_parallel_size=3)
-    resolved = resolve_layout(ClusterConfig(gpus_per_node=8, num_nodes=6), megatron=megatron)
+    resolved = resolve_layout(ClusterConfig(gpus_per_node=8, num_nodes=6), megatron=megatron, virtual_pp=1)
     assert resolved == Layout(tp=2, pp=3, cp=2, dp=4, sequence_parallel=False)
     assert resolved.world_size == 48
 
@@ -68,7 +78,7 @@ def test_data_parallelism_takes_what_the_other_axes_leave() -> None:
 def test_processes_that_no_replica_divides_are_an_error_with_keys_and_values() -> None:
     megatron = MegatronConfig(tensor_model_parallel_size=4, context_parallel_size=3)
     with pytest.raises(ValueError) as caught:
-        resolve_layout(ClusterConfig(gpus_per_node=8), megatron=megatron)
+        resolve_layout(ClusterConfig(gpus_per_node=8), megatron=megatron, virtual_pp=1)
     assert str(caught.value) == (
         "cluster.gpus_per_node = 8: times cluster.num_nodes = 1 must be a positive multiple of "
         "policy.megatron_cfg.tensor_model_parallel_size * pipeline_model_parallel_size * "
@@ -78,9 +88,10 @@ def test_processes_that_no_replica_divides_are_an_error_with_keys_and_values() -
 
 def test_sequence_parallelism_means_nothing_without_tensor_parallelism() -> None:
     cluster = ClusterConfig(gpus_per_node=2)
-    assert not resolve_layout(cluster, megatron=MegatronConfig(sequence_parallel=True)).sequence_parallel
+    alone = MegatronConfig(sequence_parallel=True)
+    assert not resolve_layout(cluster, megatron=alone, virtual_pp=1).sequence_parallel
     both = MegatronConfig(sequence_parallel=True, tensor_model_parallel_size=2)
-    assert resolve_layout(cluster, megatron=both).sequence_parallel
+    assert resolve_layout(cluster, megatron=both, virtual_pp=1).sequence_parallel
 
 
 def test_heads_are_cut_as_megatron_core_cuts_them() -> None:
@@ -106,6 +117,61 @@ def test_layers_are_cut_as_megatron_core_cuts_them() -> None:
         )
         ours = accepts(replace(SHAPE, num_layers=7), pp=pp, first=first, last=last)
         assert ours == theirs, (pp, first, last)
+
+
+def interleaved(
+    num_layers: int, *, pp: int, virtual_pp: int, first: int | None, last: int | None
+) -> dict[str, object]:
+    """megatron-core's settings of interleaved stages; by kind, for its constructor."""
+    return {
+        "num_layers": num_layers,
+        "num_attention_heads": 12,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": virtual_pp,
+        "pipeline_dtype": "bfloat16",
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
+    }
+
+
+def test_interleaved_chunks_are_cut_as_megatron_core_cuts_them() -> None:
+    num_accepted = 0
+    sizes = itertools.product((8, 12, 16), (2, 3, 4), (2, 3, 4), (None, 2, 4), (None, 2, 3, 4))
+    for num_layers, pp, virtual_pp, first, last in sizes:
+        settings = interleaved(num_layers, pp=pp, virtual_pp=virtual_pp, first=first, last=last)
+        cut = {"pp": pp, "virtual_pp": virtual_pp, "first": first, "last": last}
+        ours = accepts(replace(SHAPE, num_layers=num_layers), **cut)  # pyright: ignore[reportArgumentType]
+        if pp == 2 and None not in (first, last):
+            assert not ours, "megatron-core divides by the number of stages between the first and the last"
+        elif first is not None or last is not None:
+            # Of even stages megatron-core looks only when it builds the model.
+            assert ours == megatron_accepts(**settings), settings  # pyright: ignore[reportArgumentType]
+        if not ours:
+            continue
+        num_accepted += 1
+        megatron = MegatronConfig(
+            pipeline_model_parallel_size=pp,
+            num_layers_in_first_pipeline_stage=first,
+            num_layers_in_last_pipeline_stage=last,
+        )
+        config = TransformerConfig(hidden_size=64 * 12, **settings)  # pyright: ignore[reportArgumentType]
+        stages = layers_of_chunks(num_layers, megatron=megatron, virtual_pp=virtual_pp)
+        for rank, number in itertools.product(range(pp), range(virtual_pp)):
+            start = get_transformer_layer_offset(config, number, rank)
+            count = get_num_layers_to_build(config, number, rank)
+            assert stages[rank][number] == tuple(range(start, start + count)), (settings, rank, number)
+    assert num_accepted > 10
+
+
+def test_a_stage_that_its_chunks_do_not_divide_is_an_error_naming_both() -> None:
+    with pytest.raises(ValueError) as caught:
+        check_layout(SHAPE, layout=replace(layout(tp=2, pp=2), virtual_pp=5), megatron=MegatronConfig())
+    assert str(caught.value) == ("dppo.virtual_pipeline_stages = 5: must divide the 12 layers of a stage")
+
+
+def test_interleaved_stages_alone_take_rows_in_groups() -> None:
+    assert rows_multiple(layout(pp=4)) == 1
+    assert rows_multiple(replace(layout(pp=4), virtual_pp=2)) == 4
 
 
 def test_more_layers_at_the_ends_than_the_model_has_are_an_error() -> None:

@@ -91,6 +91,19 @@ def test_a_model_that_cannot_be_trained_or_cut_is_an_error_at_its_line() -> None
     assert "36 layers" in errors[0].reason
 
 
+def test_interleaved_stages_are_told_and_refused_where_they_do_not_divide() -> None:
+    pp2 = ("policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.num_nodes=2")
+    text = plan_text(plan_of(MATH, *pp2, "dppo.virtual_pipeline_stages=3"))
+    assert "2 pipeline-parallel of 3 interleaved chunks" in text
+    assert "rows in groups of 2" in text
+    errors = examine_run(MATH, [*pp2, "dppo.virtual_pipeline_stages=4"]).errors
+    assert [error.key for error in errors] == ["dppo.virtual_pipeline_stages"]
+    assert "18 layers" in errors[0].reason
+    errors = examine_run(MATH, ["dppo.virtual_pipeline_stages=2"]).errors
+    assert [error.key for error in errors] == ["dppo.virtual_pipeline_stages"]
+    assert "pipeline_model_parallel_size of at least 2" in errors[0].reason
+
+
 def test_a_model_of_unknown_size_is_a_warning_and_its_memory_is_left_out() -> None:
     plan = plan_of(MATH, "policy.model_name=someone/something")
     assert [warning.key for warning in plan.warnings] == ["policy.model_name"]

@@ -26,15 +26,21 @@ NUM_GENERATIONS, TEMPERATURE, DENOMINATOR = 4, 0.8, 24.0
 
 
 def make_model(
-    directory: Path, *, tied: bool, num_key_value_heads: int = 2, seed: int = 0, head_dim: int = 16
+    directory: Path,
+    *,
+    tied: bool,
+    num_key_value_heads: int = 2,
+    seed: int = 0,
+    head_dim: int = 16,
+    num_layers: int = 2,
 ) -> None:
-    """Write a random two-layer Qwen3 with GQA, a head size that is not hidden / heads, and an odd vocabulary."""
+    """Write a random Qwen3 with GQA, a head size that is not hidden / heads, and an odd vocabulary."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=61,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim,

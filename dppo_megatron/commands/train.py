@@ -57,9 +57,10 @@ def check_run_layout(loaded: "LoadedConfig") -> "Layout":
     from dppo_megatron.model_source import find_model, read_model_config
     from dppo_megatron.plan import check_layout, resolve_layout
 
-    megatron = loaded.config.policy.megatron_cfg
-    layout = resolve_layout(loaded.config.cluster, megatron=megatron)
-    architecture = read_architecture(read_model_config(find_model(loaded.config.policy.model_name)))
+    config = loaded.config
+    megatron, virtual_pp = config.policy.megatron_cfg, config.dppo.virtual_pipeline_stages
+    layout = resolve_layout(config.cluster, megatron=megatron, virtual_pp=virtual_pp)
+    architecture = read_architecture(read_model_config(find_model(config.policy.model_name)))
     check_layout(architecture, layout=layout, megatron=megatron)
     return layout
 

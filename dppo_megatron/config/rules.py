@@ -46,6 +46,8 @@ def _range_problems(config: Config) -> Problems:
 def _size_problems(config: Config) -> Problems:
     grpo, size = config.grpo, config.policy.train_global_batch_size
     yield from layout_problems(config.cluster, megatron=config.policy.megatron_cfg)
+    if config.dppo.virtual_pipeline_stages > 1 and config.policy.megatron_cfg.pipeline_model_parallel_size < 2:
+        yield "dppo.virtual_pipeline_stages", f"needs {_MEGATRON}.pipeline_model_parallel_size of at least 2"
     problems = list(batch_problems(grpo, train_global_batch_size=size))
     yield from problems
     if problems or not config.loss_fn.force_on_policy_ratio:
@@ -83,7 +85,7 @@ def _length_problems(config: Config) -> Problems:
         yield "data.max_input_seq_length", f"must be at most {total}"
     if any(layout_problems(config.cluster, megatron=megatron)):
         return
-    layout = resolve_layout(config.cluster, megatron=megatron)
+    layout = resolve_layout(config.cluster, megatron=megatron, virtual_pp=config.dppo.virtual_pipeline_stages)
     divisor = max(config.policy.make_sequence_length_divisible_by, 1)
     multiple = padding_multiples(layout, sequence_divisor=divisor, alignment=token_alignment(megatron.fp8_cfg)).row
     longest = -(-limit // multiple) * multiple
@@ -245,7 +247,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         policy.megatron_cfg.context_parallel_size policy.megatron_cfg.scheduler.lr_decay_iters
         data.max_input_seq_length env.math.num_workers cluster.gpus_per_node cluster.num_nodes
         dppo.packing.window dppo.reward.max_answer_chars dppo.rollout.max_cache_tokens
-        policy.generation.vllm_cfg.tensor_parallel_size dppo.max_skipped_updates dppo.watchdog.slowest_factor""",
+        policy.generation.vllm_cfg.tensor_parallel_size dppo.max_skipped_updates dppo.watchdog.slowest_factor
+        dppo.virtual_pipeline_stages""",
     ),
     (
         "at least 2: a group of one has no advantage",

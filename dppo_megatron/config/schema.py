@@ -379,6 +379,7 @@ class DppoConfig:
     checkpoint: CheckpointSafetyConfig = field(default_factory=CheckpointSafetyConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    virtual_pipeline_stages: int = 1
     max_skipped_updates: int = 3
     save_hf: bool = True
 

@@ -37,7 +37,8 @@ def load_policy(policy: Policy, directory: Path) -> None:
     with device.megatron_calls():
         state = _sharded_state(policy, with_optimizer=True, is_loading=True)
         loaded: Any = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
-        policy.model.module.load_state_dict(loaded["model"])
+        for number, network in enumerate(policy.networks):
+            network.load_state_dict(loaded["model"][str(number)])
         device.restore_first_steps(loaded["optimizer"])
         policy.optimizer.load_state_dict(loaded["optimizer"])
         device.separate_adam_steps(policy.optimizer)
@@ -51,8 +52,8 @@ def _sharded_state(policy: Policy, *, with_optimizer: bool, is_loading: bool) ->
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": policy.mesh.dp_cp.group,
     }
-    network: Any = policy.model.module
-    model = network.sharded_state_dict(metadata=metadata)
+    networks: list[Any] = list(policy.networks)
+    model = {str(number): one.sharded_state_dict(metadata=metadata) for number, one in enumerate(networks)}
     state: dict[str, Any] = {"model": model}
     if with_optimizer:
         state["optimizer"] = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)

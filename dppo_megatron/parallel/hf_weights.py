@@ -1,6 +1,6 @@
 """Hugging Face weights in and out of a sharded policy: loaded slice by slice, streamed out in buckets."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,17 +29,24 @@ class StageParameters:
 
 
 def locate_parameters(
-    chunk: torch.nn.Module, architecture: Architecture, *, mesh: Mesh, stages: tuple[tuple[int, ...], ...]
+    chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    *,
+    mesh: Mesh,
+    stages: tuple[tuple[tuple[int, ...], ...], ...],
 ) -> StageParameters:
-    """Match the table with the parameters of this rank's model chunk.
+    """Match the table with the parameters of this rank's model chunks; stages: the layers of all ranks' chunks.
 
     A tied model's output layer on the last of several stages is a copy of the embedding that megatron-core keeps
     equal; it is in ``local`` under its own name, and in no stream. RuntimeError where table and model differ.
     """
     table = model_parameters(architecture, tp=mesh.tp.size)
-    stage_of_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
-    first_layer = stages[mesh.pp.rank][0] if stages[mesh.pp.rank] else 0
-    local = {_global_name(name, first_layer): parameter.data for name, parameter in chunk.named_parameters()}
+    stage_of_layer = {layer: stage for stage, parts in enumerate(stages) for layers in parts for layer in layers}
+    local = {
+        _global_name(name, layers[0]): parameter.data
+        for chunk, layers in zip(chunks, stages[mesh.pp.rank], strict=True)
+        for name, parameter in chunk.named_parameters()
+    }
     stage_of = []
     for parameter in table:
         in_embedding = parameter.name.startswith("embedding.")

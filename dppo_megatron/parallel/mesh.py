@@ -113,6 +113,7 @@ def lay_out(layout: Layout, *, seed: int) -> Mesh:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.virtual_pp if layout.virtual_pp > 1 else None,
             context_parallel_size=layout.cp,
         )
     device.seed_random_states(seed)

@@ -1,4 +1,4 @@
-"""The policy's network: a megatron-core GPTModel of a Hugging Face architecture, one chunk of this rank."""
+"""The policy's network: a megatron-core GPTModel of a Hugging Face architecture, the chunks of this rank."""
 
 from typing import Any
 
@@ -19,7 +19,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """``policy.precision`` -> parameters' type."""
 
 
-def transformer_config(architecture: Architecture, megatron: MegatronConfig, *, precision: str) -> TransformerConfig:
+def transformer_config(
+    architecture: Architecture, megatron: MegatronConfig, *, precision: str, virtual_pp: int
+) -> TransformerConfig:
     """megatron-core's configuration of the model; fusions only where a GPU can run them."""
     dtype, gpu = DTYPES[precision], device.has_gpu()
     recompute: dict[str, Any] = {}
@@ -50,6 +52,10 @@ def transformer_config(architecture: Architecture, megatron: MegatronConfig, *, 
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pp if virtual_pp > 1 else None,
+        # In one batch of four messages two interleaved stages could not tell what goes forward from what goes back.
+        overlap_p2p_comm=virtual_pp > 1,
+        batch_p2p_comm=virtual_pp == 1,
         context_parallel_size=megatron.context_parallel_size,
         sequence_parallel=megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
         num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
@@ -103,18 +109,22 @@ def block_spec(config: TransformerConfig, *, num_layers: int) -> TransformerBloc
     return local_block_spec(config, num_layers=num_layers)
 
 
-def build_model(architecture: Architecture, config: TransformerConfig, *, mesh: Mesh, num_layers: int) -> GPTModel:
-    """This rank's chunk, its parameters not yet given values; ``num_layers`` of them on this stage."""
+def build_chunk(
+    architecture: Architecture, config: TransformerConfig, *, mesh: Mesh, number: int, num_layers: int
+) -> GPTModel:
+    """Chunk ``number`` of this rank's, of so many layers, its parameters not yet given values."""
+    virtual_pp = mesh.layout.virtual_pp
     return GPTModel(
         config=config,
         transformer_layer_spec=block_spec(config, num_layers=num_layers),  # type: ignore[arg-type]
         vocab_size=architecture.padded_vocab_size(mesh.tp.size),
         max_sequence_length=architecture.max_positions,
-        pre_process=mesh.pp.is_first,
-        post_process=mesh.pp.is_last,
+        pre_process=mesh.pp.is_first and number == 0,
+        post_process=mesh.pp.is_last and number == virtual_pp - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied,
         # The attention rotates, by angles worked out once a row: megatron-core's loops over a row's sequences.
         position_embedding_type="none",
         pg_collection=mesh.groups,
+        vp_stage=number if virtual_pp > 1 else None,
     ).to(device.current())

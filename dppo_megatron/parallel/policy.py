@@ -22,13 +22,13 @@ from dppo_megatron.parallel import collectives, hf_weights
 from dppo_megatron.parallel.engine_weights import stream_parts
 from dppo_megatron.parallel.logprobs import label_logprobs
 from dppo_megatron.parallel.mesh import Mesh
-from dppo_megatron.parallel.model import build_model, transformer_config
+from dppo_megatron.parallel.model import build_chunk, transformer_config
 from dppo_megatron.parallel.optimizer import build_optimizer, data_parallel_config
 from dppo_megatron.parallel.regrouping import Regrouping
 from dppo_megatron.parallel.rotary import rotary_frequencies
 from dppo_megatron.parallel.row_layout import row_layout
 from dppo_megatron.parallel.weight_source import open_source
-from dppo_megatron.plan import layers_of_stages
+from dppo_megatron.plan import layers_of_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -41,28 +41,41 @@ class Reference:
 
 
 class Policy:
-    """A Hugging Face model, sharded over the mesh and trained by megatron-core."""
+    """A Hugging Face model, sharded over the mesh and trained by megatron-core.
+
+    chunks: this rank's parts of the model, in the order in which a row passes them; several where pipeline stages are
+    interleaved.
+    """
 
     def __init__(self, config: PolicyConfig, architecture: Architecture, *, source: Path, mesh: Mesh) -> None:
         """Build this rank's shard and load its weights from the Hugging Face directory ``source``."""
         self.config, self.architecture, self.mesh = config, architecture, mesh
         megatron = config.megatron_cfg
         self.source = source
-        stages = layers_of_stages(architecture.num_layers, megatron=megatron)
+        virtual_pp = mesh.layout.virtual_pp
+        stages = layers_of_chunks(architecture.num_layers, megatron=megatron, virtual_pp=virtual_pp)
         with device.megatron_calls():
-            self.model_config = transformer_config(architecture, megatron, precision=config.precision)
-            chunk = build_model(architecture, self.model_config, mesh=mesh, num_layers=len(stages[mesh.pp.rank]))
-            located = hf_weights.locate_parameters(chunk, architecture, mesh=mesh, stages=stages)
-            hf_weights.load_weights(located, open_source(source, architecture), mesh=mesh)
-            self.model = DistributedDataParallel(
-                config=self.model_config,
-                ddp_config=data_parallel_config(megatron),
-                module=chunk,
-                pg_collection=mesh.groups,
+            self.model_config = transformer_config(
+                architecture, megatron, precision=config.precision, virtual_pp=virtual_pp
             )
-            self.optimizer, self.scheduler = build_optimizer([self.model], self.model_config, megatron=megatron)
+            self.networks = [
+                build_chunk(architecture, self.model_config, mesh=mesh, number=number, num_layers=len(layers))
+                for number, layers in enumerate(stages[mesh.pp.rank])
+            ]
+            located = hf_weights.locate_parameters(self.networks, architecture, mesh=mesh, stages=stages)
+            hf_weights.load_weights(located, open_source(source, architecture), mesh=mesh)
+            self.chunks = [
+                DistributedDataParallel(
+                    config=self.model_config,
+                    ddp_config=data_parallel_config(megatron),
+                    module=network,
+                    pg_collection=mesh.groups,
+                )
+                for network in self.networks
+            ]
+            self.optimizer, self.scheduler = build_optimizer(self.chunks, self.model_config, megatron=megatron)
         # DistributedDataParallel moves parameters into its own buffers: locate them again.
-        self.parameters = hf_weights.locate_parameters(chunk, architecture, mesh=mesh, stages=stages)
+        self.parameters = hf_weights.locate_parameters(self.networks, architecture, mesh=mesh, stages=stages)
         self._connect_schedule()
         self._frequencies = rotary_frequencies(architecture).to(device.current())
         self._width = architecture.num_attention_heads * architecture.head_dim
@@ -79,8 +92,15 @@ class Policy:
             chunks, None, **rest
         )
         self.model_config.grad_scale_func = self.optimizer.scale_loss
-        if self.model.ddp_config.overlap_grad_reduce:
-            self.model_config.no_sync_func = self.model.no_sync
+        if self.config.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce:
+            self.model_config.no_sync_func = self._no_sync
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
 
     def hf_weights(self, *, engine_tp: int = 1) -> Iterator[tuple[str, Tensor]]:
         """Stream the weights under their Hugging Face names; called by every rank, whole and equal on every rank.
@@ -98,7 +118,12 @@ class Policy:
         return Reference(tuple(device.pin(shard.to("cpu", copy=True)) for shard in self._shards()))
 
     def _shards(self) -> list[Tensor]:
-        return [parameter.data for parameter in self.model.module.parameters()]
+        return [parameter.data for parameter in self.own_parameters()]
+
+    def own_parameters(self) -> Iterator[torch.nn.Parameter]:
+        """This rank's parameters, chunk by chunk."""
+        for network in self.networks:
+            yield from network.parameters()
 
     @contextlib.contextmanager
     def _with_weights_of(self, reference: Reference) -> Iterator[None]:
@@ -204,7 +229,8 @@ class Policy:
 
     def _has_finite_gradients(self) -> bool:
         # After the reduction: a value that is not finite on any data-parallel rank shows where its sum lies.
-        buffers: Any = self.model.buffers  # megatron-core's attribute hides torch's method of that name
+        chunks: list[Any] = list(self.chunks)  # megatron-core's ``buffers`` hides torch's method of that name
+        buffers = (buffer for chunk in chunks for buffer in chunk.buffers)
         norms = [torch.linalg.vector_norm(buffer.grad_data, ord=math.inf) for buffer in buffers]
         return bool(torch.isfinite(torch.stack(norms)).all())
 
@@ -218,7 +244,7 @@ class Policy:
         """
         # All ranks need the whole sum, also where the optimizer's shards make do with a part each.
         self._backward(rows, loss=loss, denominator=denominator, temperature=temperature, force_all_reduce=True)
-        parameters: dict[int, Any] = {value.data_ptr(): value for value in self.model.module.parameters()}
+        parameters: dict[int, Any] = {value.data_ptr(): value for value in self.own_parameters()}
         local = {name: parameters[shard.data_ptr()].main_grad for name, shard in self.parameters.local.items()}
         bucket_bytes = int(self.config.refit_buffer_size_gb * 2**30)
         located = replace(self.parameters, local=local)
@@ -244,10 +270,11 @@ class Policy:
             return objective, num_tokens, torch.cat([objective.detach()[None], sums.metrics])
 
         with device.megatron_calls():
-            self.model.zero_grad_buffer()
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+                # Where reduction overlaps the backward pass it starts from the model's hooks, which read this.
+                chunk.force_all_reduce = force_all_reduce
             self.optimizer.zero_grad()
-        # Where reduction overlaps the backward pass it starts from the model's hooks, which read this.
-        self.model.force_all_reduce = force_all_reduce
         return self._run(rows, divided_loss, forward_only=False, force_all_reduce=force_all_reduce)
 
     def stay(self, loss: TokenLoss) -> TrainStats:
@@ -275,7 +302,10 @@ class Policy:
         forward_only: bool,
         force_all_reduce: bool = False,
     ) -> list[Any]:
-        """Run megatron-core's schedule over the rows; returns what ``loss`` keeps of each, on the last stage."""
+        """Run megatron-core's schedule over the rows; returns what ``loss`` keeps of each, on the last stage.
+
+        Interleaved stages take a multiple of PP rows (``plan.rows_multiple``): RuntimeError by megatron-core else.
+        """
 
         def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
             row = next(iterator)
@@ -287,8 +317,8 @@ class Policy:
         with device.megatron_calls():
             return schedule(
                 forward_step_func=forward_step,
-                data_iterator=iter(rows),
-                model=[self.model],
+                data_iterator=[iter(rows) for _ in self.chunks],
+                model=list(self.chunks),
                 num_microbatches=len(rows),
                 seq_length=1,  # unused: lengths vary
                 micro_batch_size=1,

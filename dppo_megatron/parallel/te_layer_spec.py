@@ -18,7 +18,7 @@ from dppo_megatron.parallel.row_layout import RowLayout
 class RotatedTeAttention(TEDotProductAttention):  # type: ignore[misc,valid-type]
     """Transformer Engine's attention, queries and keys rotated by the row's own angles first.
 
-    The model has no rotary embedding of its own (``model.build_model``): as ``PackedAttention``, this one rotates.
+    The model has no rotary embedding of its own (``model.build_chunk``): as ``PackedAttention``, this one rotates.
     Context parallelism is Transformer Engine's, in the same zigzag order.
     """
 

@@ -31,7 +31,7 @@ def trained(shop: Workshop, loaded: LoadedConfig) -> object:
     for name in ("logs", "other", "samples"):
         shutil.rmtree(shop.folder / name, ignore_errors=True)
     said, wandb = io.StringIO(), MagicMock()
-    layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg)
+    layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg, virtual_pp=1)
     with redirect_stdout(said), patch.dict(sys.modules, {"wandb": wandb}):
         run_training(loaded, layout, command=[])
     shop.lay_out()
@@ -44,7 +44,7 @@ def trained(shop: Workshop, loaded: LoadedConfig) -> object:
 
 def evaluated(shop: Workshop, loaded: LoadedConfig) -> object:
     """What ``dppo eval`` measures: sets, prompts, samples."""
-    layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg)
+    layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg, virtual_pp=1)
     output = shop.folder / "evaluation"
     found = checkpoint_evaluation.run_evaluation(
         loaded, layout, model=str(shop.model), temperature=None, output=output
@@ -55,7 +55,7 @@ def evaluated(shop: Workshop, loaded: LoadedConfig) -> object:
 
 def stop_time(shop: Workshop, loaded: LoadedConfig) -> object:
     """Whether the run that ``dppo train`` starts would still begin steps of a second, and of an hour."""
-    layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg)
+    layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg, virtual_pp=1)
     with patch("dppo_megatron.train.run_training") as run:
         assert _train(loaded, layout, []) == 0
     stop: StopRequest = run.call_args.kwargs["stop"]

@@ -92,16 +92,18 @@ class Workshop:
 
 def network(shop: Workshop, loaded: LoadedConfig) -> object:
     """megatron-core's TransformerConfig, fusions as a GPU would have them."""
-    policy = loaded.config.policy
+    policy, virtual_pp = loaded.config.policy, loaded.config.dppo.virtual_pipeline_stages
     with patch.object(device, "has_gpu", return_value=True):
-        built = transformer_config(shop.architecture, policy.megatron_cfg, precision=policy.precision)
+        built = transformer_config(
+            shop.architecture, policy.megatron_cfg, precision=policy.precision, virtual_pp=virtual_pp
+        )
     return {name: repr(value) for name, value in vars(built).items()}
 
 
 def reduction(shop: Workshop, loaded: LoadedConfig) -> object:
     """megatron-core's DistributedDataParallelConfig, of the model that wraps it."""
     with shop.run(loaded) as run:
-        return asdict(run.policy.model.ddp_config)
+        return asdict(run.policy.chunks[0].ddp_config)
 
 
 def optimizer(shop: Workshop, loaded: LoadedConfig) -> object:
@@ -208,6 +210,7 @@ def pruning(shop: Workshop, loaded: LoadedConfig) -> object:
         advantages=np.concatenate([np.zeros(4), np.linspace(-2, -1, 4), np.zeros(4), np.linspace(-2, 2, 20) ** 3]),
         completion_lengths=np.arange(2, 34),
         finish_reasons=np.where(np.arange(32) % 5 == 0, FinishReason.LENGTH, FinishReason.STOP),
+        surprises=np.linspace(0.5, 4.0, 32) ** 2,
     )
     for scale in (1.0, 0.25, 3.0):
         history.record(replace(scores, advantages=scores.advantages * np.linspace(1, scale, 32)))

@@ -140,6 +140,7 @@ _SECTIONS: tuple[tuple[str, Probe, str], ...] = (
         completion_pruning.enabled=false
         completion_pruning.policy=uniform
         completion_pruning.rate=0.25
+        completion_pruning.score=surprise
         completion_pruning.scope=group | dppo.completion_pruning.policy=threshold
         completion_pruning.min_keep_probability=0.4
         prompt_pruning.enabled=false
@@ -191,6 +192,11 @@ _SECTIONS: tuple[tuple[str, Probe, str], ...] = (
     (_DPPO, runs.disk_errors, f"checkpoint.on_write_error=continue | {_SAVED}"),
     (_DPPO, runs.continuation, "checkpoint.accept_changed=[grpo.seed]"),
     (_DPPO, runs.skipped, "max_skipped_updates=5"),
+    (
+        _DPPO,
+        built.network,
+        f"virtual_pipeline_stages=2 | {_TWO_GPUS} policy.megatron_cfg.pipeline_model_parallel_size=2",
+    ),
     (_DPPO, runs.limits, "watchdog.enabled=false\nwatchdog.min_seconds=10.0\nwatchdog.slowest_factor=3.0"),
     (
         "grpo.",

@@ -60,7 +60,7 @@ def main() -> None:
     device.start_process_group()
     rank = torch.distributed.get_rank()
     loaded = load_config(sys.argv[1], sys.argv[2:])
-    layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg)
+    layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg, virtual_pp=1)
     asked: list[dict[int, list[int]]] = []
     stop = StopRequest(must_save_by_seconds=None)
     watchdog = Watchdog(loaded.config.dppo.watchdog, directory=Path(loaded.config.logger.log_dir), rank=rank)

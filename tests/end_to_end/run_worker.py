@@ -19,7 +19,12 @@ def main() -> None:
     for path, *overrides in json.loads(sys.argv[1]):
         loaded = load_config(path, overrides)
         check_config(loaded.config)
-        layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg)
+        config = loaded.config
+        layout = resolve_layout(
+            config.cluster,
+            megatron=config.policy.megatron_cfg,
+            virtual_pp=config.dppo.virtual_pipeline_stages,
+        )
         run_training(loaded, layout, command=["test"])
     torch.distributed.destroy_process_group()
 

@@ -18,7 +18,7 @@ KINDS = ("gradients", "first", "second", "main")
 def streamed_state(policy: Policy, kind: str) -> Iterator[tuple[str, Tensor]]:
     """One kind under Hugging Face names, through the stream that the weights take; called by every rank."""
     # The tied copy on a last stage has a state of its own that must be equal: it is not in the table.
-    by_storage = {parameter.data_ptr(): parameter for parameter in policy.model.module.parameters()}
+    by_storage = {parameter.data_ptr(): parameter for parameter in policy.own_parameters()}
     values = {
         name: _whole(policy, by_storage[shard.data_ptr()], kind) for name, shard in policy.parameters.local.items()
     }

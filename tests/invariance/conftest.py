@@ -7,7 +7,7 @@ import pytest
 from deviations import QUANTITIES, Outcome, as_outcome
 from matrix import CONTROLS, MODELS, PARITY
 from safetensors.torch import load_file
-from suite import DIVERGENCES, TABLE, Suite, step_of
+from suite import DIVERGENCES, REPLAYS, TABLE, Suite, step_of
 from toy_step import make_model, reference_update
 
 WORKER = Path(__file__).with_name("layout_worker.py")
@@ -54,5 +54,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for name, (plain, one) in table.items():
             values = "".join(f"{value:10.1e}" for value in plain.values)
             terminalreporter.write_line(f"{name:45}{values}   | {one.largest:.1e}")
+    for layout, deviations in config.stash.get(REPLAYS, {}).items():
+        terminalreporter.write_line(f"replay of five steps on {layout}: {', '.join(deviations)}")
     for layout, divergence in config.stash.get(DIVERGENCES, {}).items():
         terminalreporter.write_line(f"first divergence of a free run on {layout}: {divergence}")

@@ -1,7 +1,8 @@
 """Kill a run with SIGKILL at random moments and start it again until it is done, many times over.
 
-argv: JSON of {"whole": job, "killed": [job, ...], "num_kills": n, "seed": s, "report": path}; a job is [configuration
-file, override, ...]. Every start is a fork of this process, which has imported everything: a start costs no import.
+argv: JSON of {"whole": job, "killed": [job, ...], "num_kills": n, "most_saves": m, "seed": s, "report": path}; a job
+is [configuration file, override, ...]; a start that is killed while it saves is in one of its first m saves. Every
+start is a fork of this process, which has imported everything: a start costs no import.
 """
 
 import json
@@ -35,7 +36,12 @@ def start(job: list[str]) -> int:
         device.set_num_threads()
         loaded = load_config(job[0], job[1:])
         check_config(loaded.config)
-        layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg)
+        config = loaded.config
+        layout = resolve_layout(
+            config.cluster,
+            megatron=config.policy.megatron_cfg,
+            virtual_pp=config.dppo.virtual_pipeline_stages,
+        )
         run_training(loaded, layout, command=["test"])
         code = 0
     except (ValueError, RuntimeError, OSError, AssertionError):
@@ -77,7 +83,19 @@ def wait_for_save(child: int, checkpoints: Path) -> int | None:
             return status
 
 
-def kill_until_done(job: list[str], *, kills: int, seconds: float, chance: random.Random) -> list[dict[str, int]]:
+def wait_for_saves(child: int, checkpoints: Path, *, count: int) -> int | None:
+    """Wait until the last of ``count`` checkpoints is being written or published; as ``wait_for_save``."""
+    for _ in range(count - 1):
+        before = max(find_checkpoints(checkpoints), default=0)
+        while max(find_checkpoints(checkpoints), default=0) == before:
+            if (status := wait(child, seconds=0.002)) is not None:
+                return status
+    return wait_for_save(child, checkpoints)
+
+
+def kill_until_done(
+    job: list[str], *, kills: int, most_saves: int, seconds: float, chance: random.Random
+) -> list[dict[str, int]]:
     """Kill a run ``kills`` times if it lives so long, then let it end. seconds: what the whole run takes.
 
     Returns of each start the newest checkpoint before it, whether it was killed, and whether while saving.
@@ -88,7 +106,10 @@ def kill_until_done(job: list[str], *, kills: int, seconds: float, chance: rando
         child, saving, status = start(job), False, None
         if len([one for one in starts if one["killed"]]) < kills:
             saving = chance.random() < 0.5
-            status = wait_for_save(child, checkpoints) if saving else wait(child, seconds=chance.uniform(0, seconds))
+            if saving:
+                status = wait_for_saves(child, checkpoints, count=chance.randint(1, most_saves))
+            else:
+                status = wait(child, seconds=chance.uniform(0, seconds))
             if saving and status is None:
                 status = wait(child, seconds=chance.uniform(0, 0.15))
             if status is None:
@@ -121,7 +142,7 @@ def main() -> None:
     seconds, chance, report, kills = time.monotonic() - begin, random.Random(order["seed"]), [], 0
     for number, job in enumerate(order["killed"]):
         left = -(-(order["num_kills"] - kills) // (len(order["killed"]) - number))
-        starts = kill_until_done(job, kills=left, seconds=seconds, chance=chance)
+        starts = kill_until_done(job, kills=left, most_saves=order["most_saves"], seconds=seconds, chance=chance)
         kills += sum(one["killed"] for one in starts)
         report.append(starts)
     Path(order["report"]).write_text(json.dumps(report))

@@ -25,36 +25,44 @@ from dppo_megatron import device
 from dppo_megatron.architecture import read_architecture
 from dppo_megatron.batches import PackedRow, RowPlan, ScoredBatch
 from dppo_megatron.config.schema import LossConfig, MegatronConfig, SequencePackingConfig
-from dppo_megatron.parallel import hf_weights
+from dppo_megatron.parallel import collectives, hf_weights
 from dppo_megatron.parallel.exchange import exchange, gather_scores
 from dppo_megatron.parallel.mesh import Mesh, lay_out
 from dppo_megatron.parallel.policy import Policy
 from dppo_megatron.parallel.resharding import engine_slabs
 from dppo_megatron.parallel.sequence_layout import zigzag_positions
 from dppo_megatron.parallel.weight_source import open_source
-from dppo_megatron.plan import Layout, padding_multiples
+from dppo_megatron.plan import Layout, padding_multiples, rows_multiple
 from dppo_megatron.rl.loss import PolicyLoss
 from dppo_megatron.rl.packing import plan_rows
 
 NUM_STEPS, KL = 2, 0.05
 
 
-def layout_of(megatron: MegatronConfig, world_size: int) -> Layout:
+def layout_of(megatron: MegatronConfig, world_size: int, *, virtual_pp: int = 1) -> Layout:
     """The layout with as many data-parallel replicas as fit."""
     tp, pp, cp = (
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
         megatron.context_parallel_size,
     )
-    return Layout(tp=tp, pp=pp, cp=cp, dp=world_size // (tp * pp * cp), sequence_parallel=megatron.sequence_parallel)
+    return Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp=world_size // (tp * pp * cp),
+        sequence_parallel=megatron.sequence_parallel,
+        virtual_pp=virtual_pp,
+    )
 
 
 def deal_evenly(num_sequences: int, layout: Layout) -> RowPlan:
-    """Three rows a data-parallel rank, sequences dealt in turn; the last rank's last row stays empty."""
-    num_rows = 3 * layout.dp
+    """Three rows or more a data-parallel rank, sequences dealt in turn; the last rank's last row stays empty."""
+    each = -(-3 // rows_multiple(layout)) * rows_multiple(layout)
+    num_rows = each * layout.dp
     bins = [np.arange(start, num_sequences, num_rows - 1) for start in range(num_rows - 1)]
     bins.append(np.zeros(0, np.int64))
-    return _plan(tuple(tuple(bins[3 * rank : 3 * rank + 3]) for rank in range(layout.dp)), layout)
+    return _plan(tuple(tuple(bins[each * rank : each * (rank + 1)]) for rank in range(layout.dp)), layout)
 
 
 def _plan(rows: tuple[tuple[np.ndarray, ...], ...], layout: Layout) -> RowPlan:
@@ -90,7 +98,7 @@ def deal_rows(step: ToyStep, layout: Layout, deal: Deal) -> RowPlan:
 def run_case(case: Case, models: Path, output: Path) -> None:
     """Take two steps and write what came out from rank 0, tensors under their Hugging Face names."""
     source = models / case.model
-    layout = layout_of(case.megatron, torch.distributed.get_world_size())
+    layout = layout_of(case.megatron, torch.distributed.get_world_size(), virtual_pp=case.virtual_pp)
     mesh = lay_out(layout, seed=1)
     architecture = read_architecture(AutoConfig.from_pretrained(source).to_dict())
     with broken(case.breakage):
@@ -101,6 +109,9 @@ def run_case(case: Case, models: Path, output: Path) -> None:
     weights = {key: tensor.clone().contiguous() for key, tensor in policy.hf_weights()}
     results["stream.as_held"] = everywhere(equals_shards(weights, policy, output / f"{case.name}-{mesh.world.rank}"))
     results["stream.parts"] = everywhere(has_engine_parts(weights, policy))
+    held = {row.layer for row in policy.parameters.table if row.name in policy.parameters.local}
+    results["layers_of_first_rank"] = torch.tensor(sorted(layer for layer in held if layer is not None))
+    results["disagreement_ends_the_run"] = everywhere(refuses_disagreement(mesh))
     if case.name in STREAM_MEASURED:
         results["stream.peak"] = stream_peak(policy, bucket_bytes=BUCKET_BYTES)
         results["stream.peak_of_one_bucket"] = stream_peak(policy, bucket_bytes=2**30)
@@ -161,6 +172,16 @@ def _held_at_most(policy: Policy, *, bucket_bytes: int) -> int:
     events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(np.cumsum(sizes).tolist(), default=0)
+
+
+def refuses_disagreement(mesh: Mesh) -> bool:
+    """Whether this rank is stopped where one of several has decided otherwise than the others."""
+    collectives.require_equal(7, mesh.world, what="keep decisions")
+    try:
+        collectives.require_equal(7 + (mesh.world.is_last and mesh.world.size > 1), mesh.world, what="keep decisions")
+    except RuntimeError as error:
+        return "keep decisions differ" in str(error)
+    return mesh.world.size == 1
 
 
 def everywhere(holds: bool) -> Tensor:

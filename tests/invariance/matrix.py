@@ -13,6 +13,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "untied": {"tied": False},
     "one_kv_head": {"tied": True, "num_key_value_heads": 1},
+    "deep_tied": {"tied": True, "num_layers": 4},
+    "deep_untied": {"tied": False, "num_layers": 4},
 }
 """Arguments of ``make_model``. All have 61 tokens, which no TP divides, and heads wider than hidden / heads."""
 
@@ -33,6 +35,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_dp2_sharded": (4, {"pp": 2, "sharded": True}),
     "tp2_dp2_sharded_overlap": (4, {"tp": 2, "sharded": True, "overlap": True}),
 }
+INTERLEAVED: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2_virtual2": (2, {"pp": 2}),
+    "tp2_pp2_virtual2_sp": (4, {"tp": 2, "pp": 2, "sp": True}),
+    "pp2_virtual2_dp2_sharded_overlap": (4, {"pp": 2, "sharded": True, "overlap": True}),
+}
+"""The same, of two virtual stages a pipeline stage: they need models of four layers."""
 """Number of processes and arguments of ``megatron_config``; data parallelism takes what is left."""
 
 
@@ -51,6 +59,7 @@ class Case:
     megatron: MegatronConfig
     breakage: str | None = None
     deal: Deal = "evenly"
+    virtual_pp: int = 1
 
     @property
     def setting(self) -> str:
@@ -65,9 +74,10 @@ class Case:
 def _case(
     model: str, layout: str, suffix: str = "", *, breakage: str | None = None, deal: Deal = "evenly", **more: Any
 ) -> Case:
-    num_processes, arguments = LAYOUTS[layout]
+    num_processes, arguments = (LAYOUTS | INTERLEAVED)[layout]
     name = "-".join(part for part in (model, layout, suffix) if part)
-    return Case(name, model, layout, num_processes, megatron_config(**arguments, **more), breakage, deal)
+    virtual_pp = 2 if layout in INTERLEAVED else 1
+    return Case(name, model, layout, num_processes, megatron_config(**arguments, **more), breakage, deal, virtual_pp)
 
 
 def _parity_cases() -> list[Case]:
@@ -77,6 +87,11 @@ def _parity_cases() -> list[Case]:
     some = ("one", "tp2_sp", "pp2", "cp2", "dp2", "dp2_sharded_overlap", "tp2_pp2_sp", "pp2_dp2_sharded")
     cases += [_case("tied", layout, "recipe", recipe=True) for layout in some]
     cases += [_case("untied", layout, "bfloat16", bfloat16=True) for layout in some]
+    # Interleaved pipeline stages.
+    cases += [_case("deep_tied", layout) for layout in ("one", *INTERLEAVED)]
+    cases += [_case("deep_untied", layout) for layout in ("one", "pp2_virtual2", "tp2_pp2_virtual2_sp")]
+    cases += [_case("deep_untied", layout, "bfloat16", bfloat16=True) for layout in ("one", "pp2_virtual2")]
+    cases += [_case("deep_tied", "pp2_virtual2", "recompute_full", recompute="full")]
     # One key-value head for two and four tensor-parallel ranks.
     cases += [_case("one_kv_head", layout) for layout in ("one", "tp2_sp", "tp4_sp")]
     for recompute in ("full", "selective"):
@@ -100,11 +115,12 @@ CONTROLS = {
         _case("tied", "one", "mean_per_micro_batch", breakage="micro_batch_mean"),
         _case("tied", "dp2", "without_finalize", breakage="finalize"),
         _case("tied", "pp2", "without_finalize", breakage="finalize"),
+        _case("deep_tied", "pp2_virtual2", "without_finalize", breakage="finalize"),
         _case("tied", "tp2_sp", "without_finalize", breakage="finalize"),
         _case("untied", "tp2", "padding_rows_in_the_softmax", breakage="vocabulary"),
     )
 }
 
-STREAM_MEASURED = {"tied-tp2": 2, "tied-pp2": 1, "tied-tp2_pp2_sp": 2}
+STREAM_MEASURED = {"tied-tp2": 2, "tied-pp2": 1, "tied-tp2_pp2_sp": 2, "deep_tied-pp2_virtual2": 1}
 """Cases whose stream's memory is measured, and their TP."""
 BUCKET_BYTES = 2**13

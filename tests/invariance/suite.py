@@ -10,6 +10,8 @@ from toy_step import ToyStep, make_step
 
 TABLE = pytest.StashKey[dict[str, tuple[Deviations, Deviations]]]()
 """Of each configuration, the deviations from plain torch and from one process."""
+REPLAYS = pytest.StashKey[dict[str, list[str]]]()
+"""Of each layout's replay of one process's run, how far loss and parameters were off."""
 DIVERGENCES = pytest.StashKey[dict[str, str]]()
 """Of each layout, where a free run first sampled another token."""
 

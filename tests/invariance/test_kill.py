@@ -10,7 +10,6 @@ from run_jobs import job, metrics, write_prompts
 from safetensors.torch import load_file
 
 WORKER = Path(__file__).with_name("kill_worker.py")
-NUM_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,15 @@ class Killed:
         return sum(start["killed"] for run in self.starts for start in run)
 
 
-def kill(root: Path, model: Path, launch, *, num_kills: int, num_runs: int, seed: int) -> Killed:
+def kill(
+    root: Path, model: Path, launch, *, num_steps: int, num_kills: int, num_runs: int, most_saves: int, seed: int
+) -> Killed:
     """Run once in peace, and ``num_runs`` times with kills."""
     write_prompts(model, root)
     extra = ("checkpointing.save_period=1", "checkpointing.keep_top_k=2")
 
     def order(name: str) -> list[str]:
-        return job(model, root / name, num_steps=NUM_STEPS, extra=extra)
+        return job(model, root / name, num_steps=num_steps, extra=extra)
 
     # The reward is imported by name, from the folder of the worker of whole runs.
     runs = [f"killed_{number}" for number in range(num_runs)]
@@ -40,6 +41,7 @@ def kill(root: Path, model: Path, launch, *, num_kills: int, num_runs: int, seed
         "whole": order("whole"),
         "killed": [order(name) for name in runs],
         "num_kills": num_kills,
+        "most_saves": most_saves,
         "seed": seed,
         "report": str(root / "report.json"),
     }
@@ -65,14 +67,17 @@ def check(killed: Killed) -> None:
 
 
 def test_a_killed_run_ends_as_the_run_that_nobody_killed(tmp_path: Path, tiny_model: Path, launch) -> None:
-    killed = kill(tmp_path, tiny_model, launch, num_kills=4, num_runs=1, seed=1)
+    killed = kill(tmp_path, tiny_model, launch, num_steps=8, num_kills=4, num_runs=1, most_saves=1, seed=1)
     assert killed.num_kills == 4
     check(killed)
 
 
 @pytest.mark.soak
 def test_twenty_kills_leave_no_trace(tmp_path: Path, tiny_model: Path, launch) -> None:
-    killed = kill(tmp_path, tiny_model, launch, num_kills=24, num_runs=4, seed=2)
+    killed = kill(tmp_path, tiny_model, launch, num_steps=16, num_kills=24, num_runs=4, most_saves=3, seed=2)
     assert killed.num_kills >= 20
-    assert any(start["killed"] and start["saving"] for run in killed.starts for start in run)
+    kills = [start for run in killed.starts for start in run if start["killed"]]
+    assert any(start["saving"] for start in kills)
+    # Of starts too that had something to lose.
+    assert sum(start["newest"] > 0 for start in kills) >= 8
     check(killed)

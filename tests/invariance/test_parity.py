@@ -9,7 +9,7 @@ norms average roundings out: 1e-6. bfloat16 holds 8 bits, 4e-3, of every activat
 import pytest
 import torch
 from deviations import QUANTITIES
-from matrix import PARITY, Case
+from matrix import MODELS, PARITY, Case
 from suite import Suite, step_of
 
 FLOAT32 = {
@@ -54,8 +54,19 @@ def test_they_are_those_of_one_process_too(case: Case, suite: Suite) -> None:
 
 
 @cases
+def test_ranks_that_have_decided_differently_all_stop(case: Case, suite: Suite) -> None:
+    assert bool(suite.outcomes[case.name]["disagreement_ends_the_run"])
+
+
+@cases
 def test_every_sampled_token_is_trained_on_once(case: Case, suite: Suite) -> None:
     assert int(suite.outcomes[case.name]["tokens"]) == step_of(case.setting).plan.completion_lengths.sum()
+
+
+@pytest.mark.parametrize("case", [case for case in PARITY.values() if case.virtual_pp > 1], ids=lambda c: c.name)
+def test_interleaved_stages_take_turns_with_the_layers(case: Case, suite: Suite) -> None:
+    # Otherwise the rows of the matrix would show nothing of the interleaved schedule.
+    assert suite.outcomes[case.name]["layers_of_first_rank"].tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("case", [case for case in PARITY.values() if "recompute" in case.name], ids=lambda c: c.name)
@@ -84,5 +95,5 @@ def test_the_padding_rows_of_the_vocabulary_reach_no_sampler(case: Case, suite: 
     outcome = suite.outcomes[case.name]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert len(outcome[f"weights.{name}"]) == 61
-    if case.model != "untied":
+    if MODELS[case.model]["tied"]:
         assert torch.equal(outcome["weights.lm_head.weight"], outcome["weights.model.embed_tokens.weight"])

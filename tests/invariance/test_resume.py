@@ -19,21 +19,28 @@ from dppo_megatron.checkpoint_files import find_checkpoints
 
 SHARDED = ("policy.megatron_cfg.optimizer.use_distributed_optimizer=true",)
 TP2 = ("cluster.gpus_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
+VIRTUAL = (
+    "cluster.gpus_per_node=2",
+    "policy.megatron_cfg.pipeline_model_parallel_size=2",
+    "dppo.virtual_pipeline_stages=2",
+)
 UNREWARDED = ("dppo.reward.function=partial_credit:nothing",)
 DP2 = ("cluster.gpus_per_node=2",)
 AUDITED = ("dppo.audit.period=2",)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, launch) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, deep_model: Path, launch) -> Path:
     root = tmp_path_factory.mktemp("resume")
     write_prompts(tiny_model, root)
 
-    def jobs(name: str, *num_steps: int, extra: tuple[str, ...] = ()) -> list[list[str]]:
-        return [job(tiny_model, root / name, num_steps=number, extra=extra) for number in num_steps]
+    def jobs(name: str, *num_steps: int, extra: tuple[str, ...] = (), model: Path = tiny_model) -> list[list[str]]:
+        return [job(model, root / name, num_steps=number, extra=extra) for number in num_steps]
 
     recorded = (f"dppo.rollout.record_dir={root / 'whole'}",)
     replayed = (f"dppo.rollout.replay_dir={root / 'whole'}", "grpo.val_at_start=false")
+    deep_recorded = (f"dppo.rollout.record_dir={root / 'deep'}",)
+    deep_replayed = (f"dppo.rollout.replay_dir={root / 'deep'}", "grpo.val_at_start=false")
     first = [
         *jobs("whole", 6, extra=(*recorded, *AUDITED)),
         *jobs("halves", 3, 6, extra=AUDITED),
@@ -41,19 +48,31 @@ def root(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, launch) -> 
         *jobs("sharded_halves", 2, 4, extra=SHARDED),
         *jobs("untrained", 2, 3, extra=UNREWARDED),
         *jobs("sharded_untrained", 2, 3, extra=(*UNREWARDED, *SHARDED)),
+        *jobs("deep", 6, extra=deep_recorded, model=deep_model),
+        *jobs("one_then_virtual", 4, extra=deep_replayed, model=deep_model),
     ]
     launch(WORKER, json.dumps(first), num_processes=1)
     second = [
         *jobs("tp2_then_dp2", 4, extra=(*replayed, *TP2)),
         *jobs("tp2_then_dp2", 6, extra=(*replayed, *DP2)),
         *jobs("dp2_then_one", 4, extra=(*replayed, *DP2, *SHARDED)),
+        *jobs("virtual", 4, extra=(*VIRTUAL, *SHARDED), model=deep_model),
+        *jobs("virtual_halves", 2, 4, extra=(*VIRTUAL, *SHARDED), model=deep_model),
+        *jobs("virtual_then_one", 4, extra=(*deep_replayed, *VIRTUAL), model=deep_model),
+        *jobs("one_then_virtual", 6, extra=(*deep_replayed, *VIRTUAL), model=deep_model),
     ]
     launch(WORKER, json.dumps(second), num_processes=2)
-    launch(WORKER, json.dumps(jobs("dp2_then_one", 6, extra=(*replayed, *SHARDED))), num_processes=1)
+    third = [
+        *jobs("dp2_then_one", 6, extra=(*replayed, *SHARDED)),
+        *jobs("virtual_then_one", 6, extra=deep_replayed, model=deep_model),
+    ]
+    launch(WORKER, json.dumps(third), num_processes=1)
     return root
 
 
-@pytest.mark.parametrize(("whole", "halves"), [("whole", "halves"), ("sharded", "sharded_halves")])
+@pytest.mark.parametrize(
+    ("whole", "halves"), [("whole", "halves"), ("sharded", "sharded_halves"), ("virtual", "virtual_halves")]
+)
 def test_a_resumed_run_is_bit_for_bit_the_run_that_never_stopped(whole: str, halves: str, root: Path) -> None:
     assert metrics(root / halves) == metrics(root / whole)
     ours, theirs = (load_file(root / name / "hf" / "model.safetensors") for name in (halves, whole))
@@ -68,15 +87,23 @@ def test_the_audit_s_running_means_go_on_where_they_stood(root: Path) -> None:
         assert ours[name] == theirs[name]
 
 
-@pytest.mark.parametrize("name", ["tp2_then_dp2", "dp2_then_one"])
-def test_a_run_resumed_on_another_layout_is_the_same_run_up_to_rounding(name: str, root: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("tp2_then_dp2", "whole"),
+        ("dp2_then_one", "whole"),
+        ("virtual_then_one", "deep"),
+        ("one_then_virtual", "deep"),
+    ],
+)
+def test_a_run_resumed_on_another_layout_is_the_same_run_up_to_rounding(name: str, whole: str, root: Path) -> None:
     # Both replay the whole run's samples: what differs is arithmetic alone.
-    ours, theirs = metrics(root / name), metrics(root / "whole")
+    ours, theirs = metrics(root / name), metrics(root / whole)
     assert len(ours) == len(theirs) == 6
     assert [start["first_step"] for start in starts_of(root / name)] == [0, 4]
     for key in (metric_names.LOSS, metric_names.GRAD_NORM):
         np.testing.assert_allclose([line[key] for line in ours], [line[key] for line in theirs], rtol=2e-2, atol=1e-4)
-    mine, other = (load_file(root / run / "hf" / "model.safetensors") for run in (name, "whole"))
+    mine, other = (load_file(root / run / "hf" / "model.safetensors") for run in (name, whole))
     for key, tensor in other.items():
         assert float((mine[key] - tensor).norm() / tensor.norm()) < 1e-3, key
 
@@ -117,6 +144,36 @@ def train(command: list[str], *, largest_file: int | None = None) -> subprocess.
         check=False,
         preexec_fn=limit,
     )
+
+
+WANDB = """
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+def init(**settings):
+    with (Path(__file__).parent / "inits.jsonl").open("a") as file:
+        file.write(json.dumps({"id": settings["id"], "resume": settings["resume"]}) + "\\n")
+    return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+"""
+
+
+def test_a_run_that_continues_in_another_directory_is_still_the_one_at_weights_and_biases(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_prompts(tiny_model, tmp_path)
+    package = tmp_path / "fake_wandb"
+    package.mkdir()
+    (package / "wandb.py").write_text(WANDB)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]))
+    sent = ("logger.wandb_enabled=true", f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}")
+    # The start in between sends nothing there, and must not make the last one another run.
+    for name, num_steps, extra in (("sent", 2, sent), ("silent", 4, sent[1:]), ("sent_on", 6, sent)):
+        result = train(job(tiny_model, tmp_path / name, num_steps=num_steps, extra=extra))
+        assert result.returncode == 0, result.stderr
+    inits = [json.loads(line) for line in (package / "inits.jsonl").read_text().splitlines()]
+    assert len(inits) == 2
+    assert inits[0] == inits[1] == {"id": (tmp_path / "sent" / "wandb_id.txt").read_text(), "resume": "allow"}
 
 
 def starts_of(run: Path) -> list[dict[str, int]]:

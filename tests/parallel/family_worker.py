@@ -71,8 +71,8 @@ def load_by_megatron(policy: Policy, directory: Path) -> None:
     with device.megatron_calls():
         state = _sharded_state(policy, with_optimizer=False, is_loading=True)
         loaded: Any = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
-    weights = policy.model.module.state_dict()
-    for name, tensor in loaded["model"].items():
+    weights = policy.networks[0].state_dict()
+    for name, tensor in loaded["model"]["0"].items():
         if isinstance(tensor, torch.Tensor):
             assert torch.equal(tensor, weights[name]), name
 

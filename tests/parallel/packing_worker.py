@@ -72,7 +72,7 @@ def gradients(policy: Policy, mesh: Mesh, reference: Reference, packing: dict[st
     rows = policy.attach_logprobs(rows, old=True, reference=reference, temperature=TEMPERATURE, regrouping=regrouping)
     loss = PolicyLoss(LossConfig(reference_policy_kl_penalty=0.5))
     stats = policy.update(rows, loss=loss, denominator=step.plan.denominator, temperature=TEMPERATURE)
-    named: Any = policy.model.module.named_parameters()
+    named: Any = policy.networks[0].named_parameters()
     found = {name: parameter.main_grad.clone() for name, parameter in named}
     return found | {"loss": torch.tensor(stats.loss), "tokens": torch.tensor(stats.num_tokens)}
 

@@ -35,7 +35,7 @@ RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 def build(architecture: Architecture, megatron: MegatronConfig) -> GPTModel:
     """The model's chunk on rank 0, constructed on the CPU."""
-    config = transformer_config(architecture, megatron, precision="bfloat16")
+    config = transformer_config(architecture, megatron, precision="bfloat16", virtual_pp=1)
     config.use_cpu_initialization = True
     with te_stub.seeming_gpu(), device.megatron_calls():
         return GPTModel(
@@ -77,15 +77,15 @@ def round_trip(directory: Path, architecture: Architecture) -> list[str]:
     device.start_process_group()
     mesh = lay_out(Layout(1, 1, 1, 1, sequence_parallel=False), seed=1)
     model: Any = build(architecture, MegatronConfig(pipeline_dtype="bfloat16"))
-    stages = (tuple(range(architecture.num_layers)),)
-    located = hf_weights.locate_parameters(model, architecture, mesh=mesh, stages=stages)
+    stages = ((tuple(range(architecture.num_layers)),),)
+    located = hf_weights.locate_parameters([model], architecture, mesh=mesh, stages=stages)
     hf_weights.load_weights(located, open_source(directory, architecture), mesh=mesh)
     theirs = load_file(directory / "model.safetensors")
     streamed = dict(hf_weights.stream_weights(located, mesh=mesh, bucket_bytes=1 << 20))
     differing = [name for name in theirs if not torch.equal(streamed[name].float(), theirs[name].bfloat16().float())]
     # The two norms of a layer have one shape: a swap would come back unharmed.
     parameters = dict(model.named_parameters())
-    for layer in stages[0]:
+    for layer in stages[0][0]:
         ours = parameters[f"decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight"]
         name = f"model.layers.{layer}.input_layernorm.weight"
         if not torch.equal(ours.data, theirs[name].bfloat16()):
@@ -98,7 +98,7 @@ def round_trip(directory: Path, architecture: Architecture) -> list[str]:
 def recipe_of(architecture: Architecture, fp8: Fp8Config) -> dict[str, Any]:
     """What megatron-core makes of a section: the recipe's class, format, and which layers stay in bfloat16."""
     megatron = MegatronConfig(fp8_cfg=fp8, pipeline_dtype="bfloat16")
-    config = transformer_config(architecture, megatron, precision="bfloat16")
+    config = transformer_config(architecture, megatron, precision="bfloat16", virtual_pp=1)
     recipe: Any = get_fp8_recipe(config)
     return {
         "class": type(recipe).__mro__[0].__name__,

@@ -9,7 +9,7 @@ from dppo_megatron.architecture import Architecture
 from dppo_megatron.config.schema import MegatronConfig
 from dppo_megatron.parallel.hf_names import Fusion, Parameter, model_parameters
 from dppo_megatron.parallel.resharding import plan_transfers, received_elements
-from dppo_megatron.plan import Layout, layers_of_stages
+from dppo_megatron.plan import Layout, layers_of_chunks
 
 Array = NDArray[np.int64]
 HIDDEN, HEADS, HEAD_DIM, FFN, LAYERS = 8, 4, 6, 12, 4
@@ -97,8 +97,8 @@ def engine_shard(name: str, whole: Array, model: Architecture, *, tp: int, rank:
 
 def stages_of(model: Architecture, *, tp: int, pp: int) -> tuple[int, ...]:
     """The pipeline stage of every parameter of the table."""
-    stages = layers_of_stages(LAYERS, megatron=MegatronConfig(pipeline_model_parallel_size=pp))
-    stage_of_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+    stages = layers_of_chunks(LAYERS, megatron=MegatronConfig(pipeline_model_parallel_size=pp), virtual_pp=1)
+    stage_of_layer = {layer: stage for stage, (layers,) in enumerate(stages) for layer in layers}
     return tuple(
         (0 if parameter.name.startswith("embedding") else pp - 1)
         if parameter.layer is None

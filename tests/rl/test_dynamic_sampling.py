@@ -42,7 +42,7 @@ def batch_of(prompt_ids: IntArray, *, rank: int) -> tuple[RolloutBatch, ScoredBa
         advantages=np.where(mixed, np.tile([1.0, -1.0], count), 0.0),
         completion_lengths=2 + sequences % 4,
         finish_reasons=sequences % 2,
-        surprises=1.0 + sequences,
+        surprises=1.0 + sequences.astype(np.float64),
         num_failures=2,
     )
     return rollouts, scores

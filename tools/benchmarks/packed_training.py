@@ -222,7 +222,7 @@ def compare(directory: Path, batch: Batch, *, turns: int, profiled: bool) -> Com
     packed, padded = sides
     return Comparison(
         batch=batch.name,
-        num_parameters=sum(parameter.numel() for parameter in policy.model.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in policy.own_parameters()),
         num_sequences=len(batch.lengths),
         capacity=batch.capacity,
         longest=longest,
