@@ -44,7 +44,8 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._released.set()
-        self._path.unlink(missing_ok=True)  # before the lock goes: who waits for it finds another file, and retries
+        if self._is_current(self._descriptor):  # the directory may be lost, which must not hide why the run ends
+            self._path.unlink()  # before the lock goes: who waits for it finds another file, and retries
         os.close(self._descriptor)
         self._descriptor = -1
 
@@ -69,7 +70,7 @@ class RunLock:
         # Another run may have ended, and removed the file, between our opening and our locking it.
         try:
             return os.path.samestat(os.fstat(descriptor), self._path.stat())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def _holder(self, descriptor: int) -> dict[str, object]:
