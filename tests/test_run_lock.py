@@ -75,7 +75,12 @@ def test_a_dead_run_of_another_machine_gives_way(tmp_path: Path) -> None:
 
 def test_a_lost_directory_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    with pytest.raises(RuntimeError, match="cannot be written"), RunLock(directory):
-        directory.rename(tmp_path / "elsewhere")
-        directory.write_text("a file where the directory was")
-        raise RuntimeError("cannot be written")
+
+    def lose_it() -> None:
+        with RunLock(directory):
+            directory.rename(tmp_path / "elsewhere")
+            directory.write_text("a file where the directory was")
+            raise RuntimeError("cannot be written")
+
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        lose_it()
