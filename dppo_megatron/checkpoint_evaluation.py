@@ -103,7 +103,8 @@ def run_evaluation(
         purpose=Purpose.VALIDATION,
     )
     with open_mesh(layout, seed=config.grpo.seed) as mesh:
-        policy = Policy(config.policy, inputs.architecture, source=source, mesh=mesh)
+        rehearse = config.dppo.fp8_emulate
+        policy = Policy(config.policy, inputs.architecture, source=source, mesh=mesh, rehearse_fp8=rehearse)
         if checkpoint:
             load_policy(policy, checkpoint / "policy")
         with contextlib.closing(make_generator(config, inputs, mesh=mesh)) as generator:

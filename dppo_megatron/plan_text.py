@@ -71,6 +71,9 @@ def _model(plan: RunPlan) -> Iterator[str]:
         f"{sizes.num_key_value_heads} key-value heads, feed-forward {sizes.ffn_hidden_size}, "
         f"vocabulary {sizes.vocab_size}"
     )
+    if (fp8 := plan.loaded.config.policy.megatron_cfg.fp8_cfg).enabled:
+        how = "emulated: quantised and dequantised" if plan.loaded.config.dppo.fp8_emulate else "Transformer Engine"
+        yield f"  FP8: recipe {fp8.fp8_recipe}, {fp8.fp8} ({how})"
 
 
 def _layout(plan: RunPlan) -> Iterator[str]:

@@ -211,7 +211,8 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopReques
         max_total_tokens=policy_config.max_total_sequence_length,
     )
     reward = make_reward(config.data.train.env_name, reward=config.dppo.reward, env=config.env)
-    policy = Policy(policy_config, inputs.architecture, source=inputs.source, mesh=mesh)
+    rehearse = config.dppo.fp8_emulate
+    policy = Policy(policy_config, inputs.architecture, source=inputs.source, mesh=mesh, rehearse_fp8=rehearse)
     # The reference is the policy before any step: taken before a checkpoint is restored.
     reference = policy.reference() if config.loss_fn.reference_policy_kl_penalty else None
     state = _run_state(loaded, inputs)

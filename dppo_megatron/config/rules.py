@@ -203,10 +203,17 @@ def _fp8_problems(config: Config) -> Problems:
     fp8, key = config.policy.megatron_cfg.fp8_cfg, f"{_MEGATRON}.fp8_cfg"
     if fp8.fp8_param and not fp8.enabled:
         yield f"{key}.fp8_param", f"needs {key}.enabled: true"
+    rehearsed = config.dppo.fp8_emulate
+    if rehearsed and not fp8.enabled:
+        yield "dppo.fp8_emulate", f"needs {key}.enabled: true, whose recipe it rehearses"
     if not fp8.enabled:
         return
-    if config.policy.precision != "bfloat16":
-        yield f"{key}.enabled", f"needs policy.precision: bfloat16, not {config.policy.precision}"
+    if config.policy.precision != "bfloat16" and not rehearsed:
+        allowed = f"needs policy.precision: bfloat16, not {config.policy.precision}, or dppo.fp8_emulate: true"
+        yield f"{key}.enabled", allowed
+    if rehearsed and fp8.fp8_recipe == "delayed" and config.policy.megatron_cfg.activation_checkpointing:
+        allowed = "must be false to rehearse fp8_recipe: delayed: what is computed again would meet newer scales"
+        yield f"{_MEGATRON}.activation_checkpointing", allowed
     if fp8.first_last_layers_bf16 and fp8.fp8_recipe == "delayed":
         yield f"{key}.first_last_layers_bf16", "is not for fp8_recipe: delayed, whose scales all layers share"
 

@@ -43,6 +43,7 @@ class Axis:
 class Mesh:
     """The axes of a run. ``dp_cp``: data and context parallel together, over which gradients are summed.
 
+    stage: all ranks of one pipeline stage, over which delayed FP8 scales agree.
     generation: the axis over which prompts are shared out for rollouts; every rank generates.
     """
 
@@ -53,6 +54,7 @@ class Mesh:
     cp: Axis
     dp: Axis
     dp_cp: Axis
+    stage: Axis
     generation: Axis
     groups: ProcessGroupCollection
 
@@ -128,6 +130,7 @@ def lay_out(layout: Layout, *, seed: int) -> Mesh:
         cp=Axis.of("cp", groups.cp),
         dp=Axis.of("dp", groups.dp),
         dp_cp=Axis.of("dp_cp", groups.dp_cp),
+        stage=Axis.of("stage", groups.tp_dp_cp),
         generation=world,
         groups=groups,
     )

@@ -12,6 +12,7 @@ from dppo_megatron import device
 from dppo_megatron.architecture import Architecture
 from dppo_megatron.config.fp8 import Fp8Config
 from dppo_megatron.config.schema import MegatronConfig
+from dppo_megatron.parallel.fp8_rehearsal import Fp8Rehearsal, rehearse
 from dppo_megatron.parallel.layer_spec import local_block_spec
 from dppo_megatron.parallel.mesh import Mesh
 
@@ -20,9 +21,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def transformer_config(
-    architecture: Architecture, megatron: MegatronConfig, *, precision: str, virtual_pp: int
+    architecture: Architecture,
+    megatron: MegatronConfig,
+    *,
+    precision: str,
+    virtual_pp: int,
+    rehearse_fp8: bool = False,
 ) -> TransformerConfig:
-    """megatron-core's configuration of the model; fusions only where a GPU can run them."""
+    """megatron-core's configuration of the model; fusions only where a GPU can run them.
+
+    rehearse_fp8: FP8 is ``build_chunk``'s to emulate, and megatron-core knows nothing of it.
+    """
     dtype, gpu = DTYPES[precision], device.has_gpu()
     recompute: dict[str, Any] = {}
     if megatron.activation_checkpointing:
@@ -75,7 +84,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=gpu,
         **recompute,
-        **_fp8_settings(megatron.fp8_cfg),
+        **({} if rehearse_fp8 else _fp8_settings(megatron.fp8_cfg)),
     )
 
 
@@ -92,31 +101,41 @@ def _fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
     }
 
 
-def block_spec(config: TransformerConfig, *, num_layers: int) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage: Transformer Engine's where it can run, else plain torch.
+def block_spec(config: TransformerConfig, *, num_layers: int, local: bool = False) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage: Transformer Engine's where it can run, else, or where ``local``, plain torch.
 
     Raises: ValueError for FP8 without Transformer Engine.
     """
-    if device.has_transformer_engine():
+    if device.has_transformer_engine() and not local:
         from dppo_megatron.parallel.te_layer_spec import te_block_spec
 
         return te_block_spec(config, num_layers=num_layers)
     if config.fp8:
         raise ValueError(
             "policy.megatron_cfg.fp8_cfg.enabled = True: needs a GPU and Transformer Engine (pip install "
-            "transformer-engine[pytorch]); `dppo doctor` says what is missing"
+            "transformer-engine[pytorch]); `dppo doctor` says what is missing, dppo.fp8_emulate: true rehearses it"
         )
     return local_block_spec(config, num_layers=num_layers)
 
 
 def build_chunk(
-    architecture: Architecture, config: TransformerConfig, *, mesh: Mesh, number: int, num_layers: int
+    architecture: Architecture,
+    config: TransformerConfig,
+    *,
+    mesh: Mesh,
+    number: int,
+    num_layers: int,
+    rehearsed: Fp8Config | None = None,
 ) -> GPTModel:
-    """Chunk ``number`` of this rank's, of so many layers, its parameters not yet given values."""
+    """Chunk ``number`` of this rank's, of so many layers, its parameters not yet given values.
+
+    rehearsed: the FP8 recipe that its linears emulate, on layers of plain torch.
+    """
     virtual_pp = mesh.layout.virtual_pp
-    return GPTModel(
+    layers = block_spec(config, num_layers=num_layers, local=rehearsed is not None)
+    chunk = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, num_layers=num_layers),  # type: ignore[arg-type]
+        transformer_layer_spec=layers,  # type: ignore[arg-type]
         vocab_size=architecture.padded_vocab_size(mesh.tp.size),
         max_sequence_length=architecture.max_positions,
         pre_process=mesh.pp.is_first and number == 0,
@@ -128,3 +147,6 @@ def build_chunk(
         pg_collection=mesh.groups,
         vp_stage=number if virtual_pp > 1 else None,
     ).to(device.current())
+    if rehearsed is not None:
+        rehearse(chunk, Fp8Rehearsal(rehearsed, config, amax_axis=mesh.stage))
+    return chunk

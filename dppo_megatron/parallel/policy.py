@@ -47,8 +47,19 @@ class Policy:
     interleaved.
     """
 
-    def __init__(self, config: PolicyConfig, architecture: Architecture, *, source: Path, mesh: Mesh) -> None:
-        """Build this rank's shard and load its weights from the Hugging Face directory ``source``."""
+    def __init__(
+        self,
+        config: PolicyConfig,
+        architecture: Architecture,
+        *,
+        source: Path,
+        mesh: Mesh,
+        rehearse_fp8: bool = False,
+    ) -> None:
+        """Build this rank's shard and load its weights from the Hugging Face directory ``source``.
+
+        rehearse_fp8: emulate the section's FP8 recipe (``dppo.fp8_emulate``).
+        """
         self.config, self.architecture, self.mesh = config, architecture, mesh
         megatron = config.megatron_cfg
         self.source = source
@@ -56,10 +67,21 @@ class Policy:
         stages = layers_of_chunks(architecture.num_layers, megatron=megatron, virtual_pp=virtual_pp)
         with device.megatron_calls():
             self.model_config = transformer_config(
-                architecture, megatron, precision=config.precision, virtual_pp=virtual_pp
+                architecture,
+                megatron,
+                precision=config.precision,
+                virtual_pp=virtual_pp,
+                rehearse_fp8=rehearse_fp8,
             )
             self.networks = [
-                build_chunk(architecture, self.model_config, mesh=mesh, number=number, num_layers=len(layers))
+                build_chunk(
+                    architecture,
+                    self.model_config,
+                    mesh=mesh,
+                    number=number,
+                    num_layers=len(layers),
+                    rehearsed=megatron.fp8_cfg if rehearse_fp8 else None,
+                )
                 for number, layers in enumerate(stages[mesh.pp.rank])
             ]
             located = hf_weights.locate_parameters(self.networks, architecture, mesh=mesh, stages=stages)

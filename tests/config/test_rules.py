@@ -98,6 +98,7 @@ def test_a_sound_configuration_is_accepted(tmp_path: Path, overrides: tuple[str,
         ("dppo.prompt_pruning.greso.min_exploration=0", "must be above 0 and at most 1"),
         ("policy.generation.vllm_cfg.gpu_memory_utilization=1.5", "must be above 0 and at most 1"),
         ("dppo.rollout.time_limit_seconds=0", "must be above 0"),
+        ("dppo.fp8_emulate=true", "needs policy.megatron_cfg.fp8_cfg.enabled: true"),
     ],
 )
 def test_a_wrong_value_is_refused_by_key_and_value(tmp_path: Path, override: str, reason: str) -> None:
@@ -222,6 +223,17 @@ FP8 = "policy.megatron_cfg.fp8_cfg"
             f"{FP8}.first_last_layers_bf16",
             "delayed",
         ),
+        (
+            [
+                "dppo.enabled=false",
+                "dppo.fp8_emulate=true",
+                f"{FP8}.enabled=true",
+                f"{FP8}.fp8_recipe=delayed",
+                "policy.megatron_cfg.activation_checkpointing=true",
+            ],
+            "policy.megatron_cfg.activation_checkpointing",
+            "newer scales",
+        ),
         (["checkpointing.checkpoint_must_save_by=4h"], "checkpointing.checkpoint_must_save_by", "DD:HH:MM:SS"),
     ],
 )
@@ -231,3 +243,9 @@ def test_settings_of_fp8_and_time_that_cannot_be_are_refused(
     (line,) = refused(load(tmp_path, *overrides))
     assert line.startswith(f"{key} = ")
     assert reason in line
+
+
+def test_a_rehearsal_of_fp8_needs_no_bfloat16(tmp_path: Path) -> None:
+    overrides = (f"{FP8}.enabled=true", "policy.precision=float32", "dppo.enabled=false")
+    assert refused(load(tmp_path, *overrides))
+    assert not refused(load(tmp_path, *overrides, "dppo.fp8_emulate=true"))
