@@ -143,7 +143,7 @@ def make_policy(directory: Path) -> Policy:
     return Policy(config, architecture, source=directory, mesh=mesh)
 
 
-def lay_out_batch(batch: Batch, *, sequence_multiple: int) -> list[PackedRow]:
+def lay_out_batch(batch: Batch, *, sequence_multiple: int, row_multiple: int = 1) -> list[PackedRow]:
     """Plan the batch's rows and lay them out: packed with a multiple of 1, padded with that of the longest."""
     plan = plan_rows(
         batch.lengths,
@@ -151,7 +151,7 @@ def lay_out_batch(batch: Batch, *, sequence_multiple: int) -> list[PackedRow]:
         window=None,
         capacity=batch.capacity,
         sequence_multiple=sequence_multiple,
-        row_multiple=1,
+        row_multiple=row_multiple,
         dp_size=1,
     )
     random = np.random.default_rng(0)
@@ -170,7 +170,7 @@ def lay_out_batch(batch: Batch, *, sequence_multiple: int) -> list[PackedRow]:
                 coefficients=1 / batch.completions[row],
             ),
             sequence_multiple=sequence_multiple,
-            row_multiple=1,
+            row_multiple=row_multiple,
             cp_size=1,
             cp_rank=0,
         )
