@@ -42,6 +42,7 @@ from dppo_megatron.rl.loss import PolicyLoss
 from tools.benchmarks.packed_training import Batch, lay_out_batch
 
 EXIT_NO_GPU = 77
+NUM_UPDATES = 5
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 RECIPES: tuple[tuple[Literal["delayed", "tensorwise", "blockwise", "mxfp8"], Literal["e4m3", "hybrid"]], ...] = (
     ("delayed", "hybrid"),
@@ -76,10 +77,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a policy says of the rows: log-probs of all labels, the loss, gradients by Hugging Face name."""
+    """What a policy says of the rows: log-probs of all labels, gradients by Hugging Face name.
+
+    likelihood: mean log-prob of the labels after NUM_UPDATES updates; the surrogate itself is a constant on policy.
+    """
 
     logprobs: Tensor
-    loss: float
+    likelihood: float
     gradients: dict[str, Tensor]
 
 
@@ -89,13 +93,13 @@ class Difference:
 
     mean_logprob: float
     largest_logprob: float
-    loss: float
+    likelihood: float
     gradients: float
 
     def __str__(self) -> str:
         return (
-            f"log-probs {self.mean_logprob:.1e} (mean) {self.largest_logprob:.1e} (max), loss {self.loss:.1e}, "
-            f"gradients {self.gradients:.1e}"
+            f"log-probs {self.mean_logprob:.1e} (mean) {self.largest_logprob:.1e} (max), gradients "
+            f"{self.gradients:.1e}, likelihood after {NUM_UPDATES} updates {self.likelihood:.1e}"
         )
 
 
@@ -140,8 +144,10 @@ def measure(model: Path, rows: list[PackedRow], arm: Arm) -> Measured:
     megatron = MegatronConfig(
         pipeline_dtype=arm.precision,
         fp8_cfg=arm.fp8 or Fp8Config(),
-        optimizer=OptimizerConfig(lr=1e-6, min_lr=0.0, clip_grad=1.0, use_distributed_optimizer=False),
-        scheduler=SchedulerConfig(start_weight_decay=0.0, end_weight_decay=0.0),
+        optimizer=OptimizerConfig(lr=1e-3, min_lr=0.0, clip_grad=1.0, use_distributed_optimizer=False),
+        scheduler=SchedulerConfig(
+            lr_warmup_iters=0, lr_warmup_init=0.0, start_weight_decay=0.0, end_weight_decay=0.0
+        ),
         distributed_data_parallel_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=False
         ),
@@ -158,8 +164,10 @@ def measure(model: Path, rows: list[PackedRow], arm: Arm) -> Measured:
             named = policy.gradients(rows, loss=loss, denominator=100.0, temperature=1.0)
             gradients = {name: tensor.float().cpu().clone() for name, tensor in named}
         logprobs = torch.cat([one.cpu() for one in policy.logprobs(rows, temperature=1.0)])
-        stats = policy.update(rows, loss=loss, denominator=100.0, temperature=1.0)
-    return Measured(logprobs, stats.loss, gradients)
+        for _ in range(NUM_UPDATES):
+            policy.update(rows, loss=loss, denominator=100.0, temperature=1.0)
+        after = torch.cat([one.cpu() for one in policy.logprobs(rows, temperature=1.0)])
+    return Measured(logprobs, float(after.mean()), gradients)
 
 
 def difference(mine: Measured, other: Measured) -> Difference:
@@ -169,7 +177,7 @@ def difference(mine: Measured, other: Measured) -> Difference:
     whole = sum(float(one.square().sum()) for one in other.gradients.values())
     logprobs = (mine.logprobs - other.logprobs).abs()
     return Difference(
-        float(logprobs.mean()), float(logprobs.max()), abs(mine.loss - other.loss), (apart / whole) ** 0.5
+        float(logprobs.mean()), float(logprobs.max()), abs(mine.likelihood - other.likelihood), (apart / whole) ** 0.5
     )
 
 

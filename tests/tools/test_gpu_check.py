@@ -26,7 +26,7 @@ def test_differences_are_relative_to_the_other() -> None:
     assert found.gradients == pytest.approx(0.1, rel=1e-5)
     assert found.mean_logprob == pytest.approx(0.15, rel=1e-5)
     assert found.largest_logprob == pytest.approx(0.2, rel=1e-5)
-    assert found.loss == pytest.approx(0.1)
+    assert found.likelihood == pytest.approx(0.1)
 
 
 def test_a_row_says_ok_or_failed_and_what_was_raised() -> None:
