@@ -253,7 +253,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         policy.megatron_cfg.tensor_model_parallel_size policy.megatron_cfg.pipeline_model_parallel_size
         policy.megatron_cfg.context_parallel_size policy.megatron_cfg.scheduler.lr_decay_iters
         data.max_input_seq_length env.math.num_workers cluster.gpus_per_node cluster.num_nodes
-        dppo.packing.window dppo.reward.max_answer_chars dppo.rollout.max_cache_tokens
+        dppo.packing.window dppo.reward.max_answer_chars dppo.reward.num_workers dppo.rollout.max_cache_tokens
         policy.generation.vllm_cfg.tensor_parallel_size dppo.max_skipped_updates dppo.watchdog.slowest_factor
         dppo.virtual_pipeline_stages""",
     ),
@@ -268,7 +268,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda value: value > 0,
         """policy.generation.temperature policy.refit_buffer_size_gb policy.megatron_cfg.optimizer.lr
         policy.megatron_cfg.optimizer.adam_eps loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value
-        dppo.reward.time_limit_seconds dppo.rollout.time_limit_seconds dppo.rollout.mismatch_warning
+        dppo.reward.time_limit_seconds dppo.reward.memory_gb dppo.rollout.time_limit_seconds
+        dppo.rollout.mismatch_warning
         dppo.watchdog.min_seconds
         loss_fn.truncated_importance_sampling_ratio""",
     ),

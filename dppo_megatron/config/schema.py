@@ -9,6 +9,7 @@ from typing import Any, Literal
 from dppo_megatron.config.fp8 import Fp8Config
 from dppo_megatron.config.generation_schema import GenerationConfig, follows
 from dppo_megatron.config.logger_section import LoggerConfig
+from dppo_megatron.config.reward_section import RewardConfig
 
 
 @dataclass(frozen=True)
@@ -326,15 +327,6 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
-class RewardConfig:
-    """``dppo.reward``: null takes the data set's ``env_name``; else exact_match, math or module:function."""
-
-    function: str | None = None
-    time_limit_seconds: float = 5.0
-    max_answer_chars: int = 4096
-
-
-@dataclass(frozen=True)
 class CheckpointSafetyConfig:
     """``dppo.checkpoint``: what a checkpoint that cannot be written does to the run, and what may change since.
 
@@ -381,6 +373,7 @@ class DppoConfig:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     virtual_pipeline_stages: int = 1
     max_skipped_updates: int = 3
+    fp8_emulate: bool = False
     save_hf: bool = True
 
 

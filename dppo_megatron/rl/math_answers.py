@@ -6,29 +6,18 @@ is left reaches math-verify, in a worker process under a wall time limit.
 """
 
 import logging
-import multiprocessing
-import os
 import re
-import resource
-import signal
-import subprocess
-import sys
-import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from fractions import Fraction
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
 
 from dppo_megatron.config.schema import MathEnvConfig, RewardConfig
+from dppo_megatron.rl.worker_pool import Answer, Lost, WorkerLimits, WorkerPool
 
 logger = logging.getLogger(__name__)
 
 _MAX_DEPTH = 10  # brackets within brackets; math-verify's grammar takes exponential time in it
 _MAX_DIGITS = 1000
-_START_SECONDS = 120.0
-_ORPHAN_SECONDS = 2.0  # past the time limit, to an orphan's own end
 _WORKER_MEMORY = 4 << 30  # bytes of address space
 
 _BOXED = "\\boxed{"
@@ -150,8 +139,8 @@ class MathAnswers:
             if not value > 0:
                 raise ValueError(f"{name} is {value}; it must be greater than 0")
         self._limits = reward
-        self._num_workers = env.num_workers
-        self._workers: list[_Worker] = []
+        limits = WorkerLimits(env.num_workers, reward.time_limit_seconds, _WORKER_MEMORY)
+        self._pool = WorkerPool("dppo_megatron.rl.math_answers:prepare_worker", limits=limits)
         self.num_failures = 0
 
     def verify(self, completions: Sequence[str], *, answers: Sequence[str]) -> list[bool]:
@@ -169,7 +158,8 @@ class MathAnswers:
             if pair is not None and pair not in verdicts:
                 verdicts[pair] = quick_verdict(pair[0], gold=pair[1])
         open_pairs = [pair for pair in verdicts if pair is not None and verdicts[pair] is None]
-        verdicts.update(zip(open_pairs, self._ask_workers(open_pairs), strict=True))
+        for pair, verdict in zip(open_pairs, self._pool.ask(open_pairs), strict=True):
+            verdicts[pair] = None if isinstance(verdict, Lost) else verdict
         self.num_failures = sum(verdicts[pair] is None for pair in pairs)
         if self.num_failures:
             logger.warning("%d of %d math answers got no verdict in time", self.num_failures, len(pairs))
@@ -177,9 +167,7 @@ class MathAnswers:
 
     def close(self) -> None:
         """End the worker processes; a later call starts new ones."""
-        for worker in self._workers:
-            worker.kill()
-        self._workers.clear()
+        self._pool.close()
 
     def _pair(self, completion: str, *, answer: str) -> tuple[str, str] | None:
         candidate = extract_answer(completion, max_answer_chars=self._limits.max_answer_chars)
@@ -189,106 +177,12 @@ class MathAnswers:
         boxed = _balanced(answer[start + len(_BOXED) :]) if start >= 0 else None
         return _normalize(candidate), _normalize(answer if boxed is None else boxed)
 
-    def _ask_workers(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-        """Verdicts in the order of the pairs, None for a worker that was killed or died."""
-        verdicts: list[bool | None] = [None] * len(pairs)
-        waiting = deque(range(len(pairs)))
-        while waiting or any(worker.job is not None for worker in self._workers):
-            self._hand_out(pairs, waiting)
-            patience = min(worker.deadline for worker in self._workers) - time.monotonic()
-            answered = wait([worker.connection for worker in self._workers], max(0.0, patience))
-            for worker in list(self._workers):
-                if worker.connection in answered and worker.receive(verdicts):
-                    continue
-                if worker.connection in answered or time.monotonic() > worker.deadline:
-                    self._discard(worker)
-        return verdicts
 
-    def _hand_out(self, pairs: Sequence[tuple[str, str]], waiting: deque[int]) -> None:
-        num_jobs = len(waiting) + sum(worker.job is not None for worker in self._workers)
-        for _ in range(min(self._num_workers, num_jobs) - len(self._workers)):
-            self._workers.append(_Worker(self._limits.time_limit_seconds))
-        for worker in self._workers:
-            if waiting and worker.is_ready and worker.job is None:
-                worker.send(waiting[0], pair=pairs[waiting[0]])
-                waiting.popleft()
-
-    def _discard(self, worker: "_Worker") -> None:
-        worker.kill()
-        self._workers.remove(worker)
-        if not worker.is_ready:
-            raise RuntimeError(
-                "a math-verify worker process did not start; "
-                f"its message is on standard error, or see `{sys.executable} -c 'import math_verify'`"
-            )
-
-
-class _Worker:
-    """One math-verify process and the request that it is at.
-
-    A plain subprocess rather than a multiprocessing one: that would import the caller's main module again,
-    and torch with it.
-    """
-
-    def __init__(self, time_limit_seconds: float) -> None:
-        self.connection, remote = multiprocessing.Pipe()
-        self.is_ready = False
-        self.job: int | None = None
-        self.deadline = time.monotonic() + _START_SECONDS
-        self._time_limit = time_limit_seconds
-        root = str(Path(__file__).parents[2])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        call = f"serve({remote.fileno()}, time_limit_seconds={time_limit_seconds!r})"
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from dppo_megatron.rl.math_answers import serve; {call}"],
-            pass_fds=[remote.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        remote.close()
-
-    def send(self, job: int, *, pair: tuple[str, str]) -> None:
-        self.job = job
-        self.deadline = time.monotonic() + self._time_limit
-        with suppress(OSError):  # a worker that died while idle shows as an end of file
-            self.connection.send(pair)
-
-    def receive(self, verdicts: list[bool | None]) -> bool:
-        """Take a message into the verdicts; false where the process has died."""
-        try:
-            message: bool = self.connection.recv()
-        except (EOFError, OSError):
-            return False
-        if self.job is not None:
-            verdicts[self.job] = message
-        self.is_ready, self.job, self.deadline = True, None, float("inf")
-        return True
-
-    def kill(self) -> None:
-        self.connection.close()
-        self._process.kill()
-        self._process.wait()
-
-
-def serve(descriptor: int, *, time_limit_seconds: float) -> None:
-    """Be a worker: answer (candidate, gold) requests on an inherited socket until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; an interrupted run closes the socket
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process even inside a big-integer operation
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (_WORKER_MEMORY, _WORKER_MEMORY))
+def prepare_worker() -> Answer:
+    """What a worker process answers (candidate, gold) requests with."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    connection = Connection(descriptor)
     _are_equivalent("x+1", "1+x")  # compiles the grammar, outside any answer's time limit
-    with suppress(EOFError, ConnectionError):
-        connection.send(True)
-        while True:
-            candidate, gold = connection.recv()
-            # The parent kills sooner; this is for a parent that died meanwhile.
-            signal.setitimer(signal.ITIMER_REAL, time_limit_seconds + _ORPHAN_SECONDS)
-            verdict = _are_equivalent(candidate, gold)
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            connection.send(verdict)
+    return lambda pair: _are_equivalent(*pair)
 
 
 def _are_equivalent(candidate: str, gold: str) -> bool:

@@ -1,12 +1,7 @@
 """Rewards of completions: exact match, mathematical equivalence, or a function of the user's own."""
 
-import importlib
 import logging
-import math
-import os
-import sys
-from collections.abc import Callable, Sequence
-from numbers import Real
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,6 +9,7 @@ import numpy as np
 from dppo_megatron.batches import FinishReason, FloatArray, RolloutBatch
 from dppo_megatron.config.schema import EnvConfig, RewardConfig
 from dppo_megatron.rl.math_answers import MathAnswers
+from dppo_megatron.rl.worker_pool import Lost, WorkerLimits, WorkerPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,47 +72,47 @@ class MathReward:
 
 
 class UserReward:
-    """A user's ``function(prompt, completion, answer) -> float``, each call's failure caught and counted."""
+    """A user's ``function(prompt, completion, answer) -> float`` in worker processes, each failure counted."""
 
     requires_stop: bool = False
 
-    def __init__(self, function: Callable[[str, str, str], Any]) -> None:
-        self._function = function
+    def __init__(self, reward: RewardConfig) -> None:
+        """Start a worker. Raises ValueError where the function cannot be imported or called there."""
+        memory = None if reward.memory_gb is None else int(reward.memory_gb * 2**30)
+        limits = WorkerLimits(reward.num_workers, reward.time_limit_seconds, memory)
+        self._pool = WorkerPool(
+            "dppo_megatron.rl.user_reward:prepare_worker", reward.function, limits=limits, chatty=True
+        )
         self._seen_kinds: set[str] = set()
         self._last_error = ""
         self.num_failures = 0
+        self._pool.start()
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> FloatArray:
-        """Rewards, float64 [N]; 0 for an answer on which the function failed.
+        """Rewards, float64 [N]; 0 for an answer on which the function failed, hung or ended its process.
 
         Raises RuntimeError where it failed on all of them.
         """
-        scores = [self._score(*one) for one in zip(prompts, completions, answers, strict=True)]
+        replies = self._pool.ask(list(zip(prompts, completions, answers, strict=True)))
+        scores = [self._score(reply) for reply in replies]
         self.num_failures = scores.count(None)
         if scores and self.num_failures == len(scores):
             raise RuntimeError(f"the reward function failed on all {len(scores)} answers: {self._last_error}")
         return np.array([0.0 if score is None else score for score in scores], np.float64)
 
     def close(self) -> None:
-        pass
+        self._pool.close()
 
-    def _score(self, prompt: str, completion: str, answer: str) -> float | None:
-        try:
-            value = self._function(prompt, completion, answer)
-        except Exception as error:  # noqa: BLE001 - anything may come out of a user's function
-            self._note_failure(type(error).__name__, f"{type(error).__name__}: {error}")
-            return None
-        if isinstance(value, Real | np.bool_) and math.isfinite(value):
-            return float(value)
-        self._note_failure(f"result {type(value).__name__}", f"it returned {value!r}, not a finite number")
-        return None
-
-    def _note_failure(self, kind: str, message: str) -> None:
+    def _score(self, reply: Any) -> float | None:
+        if isinstance(reply, float):
+            return reply
+        kind, message, trace = (reply.reason, reply.reason, "") if isinstance(reply, Lost) else reply
         self._last_error = message
         if kind not in self._seen_kinds:
             self._seen_kinds.add(kind)
             logger.warning("the reward function failed, reward 0 (said once a kind): %s", message)
-            logger.debug("traceback of the reward function", exc_info=True)
+            logger.debug("traceback of the reward function: %s", trace)
+        return None
 
 
 def make_reward(env_name: str, *, reward: RewardConfig, env: EnvConfig) -> Reward:
@@ -125,7 +121,7 @@ def make_reward(env_name: str, *, reward: RewardConfig, env: EnvConfig) -> Rewar
     Raises ValueError on an unknown name and on a function that cannot be imported or called.
     """
     if reward.function is not None and ":" in reward.function:
-        return UserReward(_import_function(reward.function))
+        return UserReward(reward)
     field, name = ("env_name", env_name)
     if reward.function is not None:
         field, name = ("dppo.reward.function", reward.function)
@@ -136,27 +132,6 @@ def make_reward(env_name: str, *, reward: RewardConfig, env: EnvConfig) -> Rewar
             return MathReward(MathAnswers(reward, env=env.math))
     allowed = ", ".join(REWARD_NAMES)
     raise ValueError(f"{field} is {name!r}; allowed are {allowed}, and module:function in dppo.reward.function")
-
-
-def _import_function(path: str) -> Callable[[str, str, str], Any]:
-    """Import ``module:function``, from the working directory too."""
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise ValueError(f"dppo.reward.function is {path!r}; a function of your own is module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, so that a file there shadows no installed package
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"dppo.reward.function is {path!r}; importing {module_name} failed: {error}; "
-            f"it must be installed or stand in {os.getcwd()}"
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        problem = "is not callable" if hasattr(module, attribute) else "does not exist"
-        raise ValueError(f"dppo.reward.function is {path!r}; {attribute} {problem} in {module.__file__}")
-    return function
 
 
 def score_rollouts(rollouts: RolloutBatch, *, reward: Reward, tokenizer: "PreTrainedTokenizerBase") -> FloatArray:

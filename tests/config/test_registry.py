@@ -114,7 +114,6 @@ def test_a_value_that_would_change_what_is_trained_is_an_error(tmp_path: Path, t
         "policy.megatron_cfg.enabled=false",
         "policy.megatron_cfg.optimizer.optimizer=sgd",
         "data.validation.env_name=exact_match",
-        "dppo.fp8_emulate=true",
     ],
 )
 def test_a_key_that_holds_one_value_refuses_another_and_says_what_to_use(tmp_path: Path, override: str) -> None:

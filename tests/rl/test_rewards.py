@@ -2,9 +2,12 @@
 
 import logging
 import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dppo_megatron.batches import FinishReason, FloatArray, PromptBatch, Ragged, RolloutBatch
 from dppo_megatron.config.schema import EnvConfig, RewardConfig
-from dppo_megatron.rl.rewards import Reward, UserReward, make_reward, score_rollouts
+from dppo_megatron.rl.rewards import UserReward, make_reward, score_rollouts
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789=abc"]
@@ -82,8 +85,12 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def user_reward(name: str) -> Reward:
-    return make_reward("math", reward=RewardConfig(function=name), env=EnvConfig())
+@contextmanager
+def user_reward(name: str, **limits: Any) -> Iterator[UserReward]:
+    reward = make_reward("math", reward=RewardConfig(function=name, **limits), env=EnvConfig())
+    assert isinstance(reward, UserReward)
+    with closing(reward):
+        yield reward
 
 
 def test_a_completion_meets_its_own_prompt_and_loses_only_a_sampled_stop_token(
@@ -163,42 +170,117 @@ def test_a_user_function_is_found_in_the_working_directory(in_tmp_path: Path) ->
         "def grade(prompt: str, completion: str, answer: str) -> float:\n"
         "    return len(prompt) + 10 * len(completion) + 100 * len(answer)\n"
     )
-    reward = user_reward("graders_found:grade")
-    np.testing.assert_array_equal(reward(["a", "bb"], ["", "c"], ["ddd", ""]), [301.0, 12.0])
+    with user_reward("graders_found:grade") as reward:
+        np.testing.assert_array_equal(reward(["a", "bb"], ["", "c"], ["ddd", ""]), [301.0, 12.0])
+
+
+FAULTY = """
+import ctypes, math, os, time
+import numpy as np
+
+def grade(prompt, completion, answer):
+    if completion == "raise":
+        raise KeyError(answer)
+    if completion == "hang":
+        time.sleep(60)
+    if completion == "leave":
+        os._exit(3)
+    if completion == "crash":
+        ctypes.string_at(0)
+    if completion == "gather":
+        return float(len(bytearray(2**30)))
+    if completion == "say":
+        print("a reward may print")
+    return {"none": None, "nan": math.nan, "text": "1", "true": np.bool_(True)}.get(completion, 0.25)
+
+def pid(prompt, completion, answer):
+    return float(os.getpid())
+
+def fail(prompt, completion, answer):
+    raise ZeroDivisionError(f"on {completion}")
+
+def sound(prompt, completion, answer):
+    return sum(map(ord, prompt)) / 7 - sum(map(ord, completion)) / 3 + len(answer)
+"""
+
+
+@pytest.fixture
+def faulty(in_tmp_path: Path) -> str:
+    """The name of a module of functions that fail in every way."""
+    (in_tmp_path / "graders_faulty.py").write_text(FAULTY)
+    return "graders_faulty"
 
 
 def test_failures_of_a_user_function_score_zero_and_are_counted_and_logged_once_a_kind(
-    caplog: pytest.LogCaptureFixture,
+    faulty: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def grade(prompt: str, completion: str, answer: str) -> object:
-        if completion == "raise":
-            raise KeyError(answer)
-        return {"none": None, "nan": math.nan, "text": "1", "true": np.bool_(True)}.get(completion, 0.25)
-
-    reward = UserReward(grade)
     completions = ["fine", "raise", "none", "nan", "true", "raise", "text"]
-    with caplog.at_level(logging.DEBUG, logger="dppo_megatron.rl.rewards"):
-        scores = reward(["p"] * 7, completions, ["gold"] * 7)
-    np.testing.assert_array_equal(scores, [0.25, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
-    assert reward.num_failures == 5
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 4
-    assert "KeyError: 'gold'" in warnings[0]
-    traceback = next(record for record in caplog.records if record.levelno == logging.DEBUG)
-    assert traceback.exc_info is not None
-    assert traceback.exc_info[0] is KeyError
-    assert reward(["p"], ["fine"], ["gold"]).tolist() == [0.25]
-    assert reward.num_failures == 0
+    with user_reward(f"{faulty}:grade") as reward:
+        with caplog.at_level(logging.DEBUG, logger="dppo_megatron.rl.rewards"):
+            scores = reward(["p"] * 7, completions, ["gold"] * 7)
+        np.testing.assert_array_equal(scores, [0.25, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+        assert reward.num_failures == 5
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warnings) == 4
+        assert "KeyError: 'gold'" in warnings[0]
+        traceback = next(record for record in caplog.records if record.levelno == logging.DEBUG)
+        assert "raise KeyError(answer)" in traceback.getMessage()
+        assert reward(["p"], ["fine"], ["gold"]).tolist() == [0.25]
+        assert reward.num_failures == 0
 
 
-def test_a_user_function_that_fails_on_every_answer_stops_the_run() -> None:
-    def grade(prompt: str, completion: str, answer: str) -> float:
-        raise ZeroDivisionError(f"on {completion}")
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_an_answer_that_hangs_or_ends_its_process_costs_itself_alone(
+    num_workers: int, faulty: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    completions = ["fine"] * 5 + ["hang", "fine", "leave", "true"] + ["fine"] * 4 + ["crash", "say", "gather", "true"]
+    limits = {"time_limit_seconds": 1.0, "num_workers": num_workers, "memory_gb": 0.75}
+    with user_reward(f"{faulty}:grade", **limits) as reward:
+        scores = reward(["p"] * len(completions), completions, ["gold"] * len(completions))
+        worth = {"hang": 0.0, "leave": 0.0, "crash": 0.0, "gather": 0.0, "true": 1.0}
+        np.testing.assert_array_equal(scores, [worth.get(completion, 0.25) for completion in completions])
+        assert reward.num_failures == 4
+        said = caplog.text
+        for words in (
+            "took longer than dppo.reward.time_limit_seconds = 1.0",
+            "exit code 3",
+            "SIGSEGV",
+            "MemoryError",
+        ):
+            assert words in said
+        assert reward(["p"], ["fine"], ["gold"]).tolist() == [0.25], "the run goes on"
 
-    reward = UserReward(grade)
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_rewards_are_those_of_a_call_in_the_process_in_order(num_workers: int, faulty: str) -> None:
+    space: dict[str, Any] = {}
+    exec(FAULTY, space)
+    hostile = ["\ud800", "\x00", "$(touch x)", "{0.__class__}", "</script>", "c\n\u2028", "\N{SNOWMAN}"]
+    texts = [f"{text}{number}" for number in range(60) for text in hostile]
+    arguments = (texts, texts[::-1], [text * 2 for text in texts])
+    wanted = [space["sound"](*one) for one in zip(*arguments, strict=True)]
+    with user_reward(f"{faulty}:sound", num_workers=num_workers) as reward:
+        for _ in range(2):
+            assert reward(*arguments).tolist() == wanted, "not bit for bit, or out of order"
+
+
+def test_user_functions_run_in_processes_of_their_own_that_last(faulty: str) -> None:
+    with user_reward(f"{faulty}:pid") as reward:
+        first, second = (set(reward(["p"] * 200, ["c"] * 200, ["a"] * 200).tolist()) for _ in range(2))
+        assert first == second
+        assert len(first) == 1
+        (pid,) = first
+        assert pid != os.getpid()
+        assert Path(f"/proc/{int(pid)}").exists()
+    assert not Path(f"/proc/{int(pid)}").exists(), "left behind"
+
+
+def test_a_user_function_that_fails_on_every_answer_stops_the_run(faulty: str) -> None:
     expected = r"the reward function failed on all 2 answers: ZeroDivisionError: on second"
-    with pytest.raises(RuntimeError, match=expected):
+    with user_reward(f"{faulty}:fail") as reward, pytest.raises(RuntimeError, match=expected):
         reward(["p", "p"], ["first", "second"], ["a", "a"])
+    with user_reward(f"{faulty}:grade") as reward, pytest.raises(RuntimeError, match="exit code 3"):
+        reward(["p", "p"], ["leave", "leave"], ["a", "a"])
 
 
 @pytest.mark.parametrize(
@@ -215,8 +297,8 @@ def test_a_user_function_that_fails_on_every_answer_stops_the_run() -> None:
 def test_a_user_function_that_cannot_be_used_is_refused_at_set_up(in_tmp_path: Path, name: str, problem: str) -> None:
     (in_tmp_path / "graders_bad.py").write_text("LIMIT = 3\n")
     (in_tmp_path / "graders_broken.py").write_text("import not_installed\n")
-    with pytest.raises(ValueError, match=rf"dppo.reward.function is '{name}'; .*{problem}"):
-        user_reward(name)
+    with pytest.raises(ValueError, match=rf"dppo.reward.function is '{name}'; .*{problem}"), user_reward(name):
+        pass
 
 
 def test_an_unknown_environment_is_refused_with_the_allowed_names() -> None:
