@@ -11,6 +11,7 @@ from rich.live import Live
 
 from dppo_megatron.live_table import COLUMNS, cells, closing_block, live_table
 from dppo_megatron.run_records import StepRecord, SummaryRecord, Totals
+from dppo_megatron.terminal_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class PlainConsole:
 
     def note(self, text: str) -> None:
         """Write a message."""
-        self._write(text)
+        self._write(printable(text))
 
     def summary(self, summary: SummaryRecord) -> None:
         """Write the closing block."""
@@ -154,7 +155,7 @@ class LiveConsole:
 
     def note(self, text: str) -> None:
         """Print a message above the table."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(printable(text), markup=False, highlight=False)
 
     def summary(self, summary: SummaryRecord) -> None:
         """Leave the last table standing and print the closing block."""

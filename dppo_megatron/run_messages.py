@@ -40,14 +40,14 @@ class MessageGroup:
 def append_message(directory: Path, message: Message) -> None:
     """Add a line to messages.jsonl."""
     with (directory / MESSAGES_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(message), ensure_ascii=False) + "\n")
+        file.write(json.dumps(asdict(message)) + "\n")
 
 
 def cut_messages(directory: Path, *, step: int, latest: Sequence[Message]) -> None:
     """Keep what was said before a step, and the latest messages, which the present start has said already."""
     earlier = read_messages(directory)[: -len(latest) or None]
     kept = [message for message in earlier if message.step < step]
-    lines = [json.dumps(asdict(message), ensure_ascii=False) + "\n" for message in (*kept, *latest)]
+    lines = [json.dumps(asdict(message)) + "\n" for message in (*kept, *latest)]
     atomic_write_text(directory / MESSAGES_FILE, "".join(lines))
 
 

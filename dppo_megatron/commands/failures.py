@@ -4,6 +4,8 @@ import os
 import sys
 import time
 
+from dppo_megatron.terminal_text import printable
+
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -14,5 +16,5 @@ def complain(error: Exception | str, code: int) -> int:
         # What every rank finds wrong, rank 0 says; the launcher ends this process meanwhile.
         time.sleep(10)
     where = f" (rank {rank})" if rank != "0" else ""
-    sys.stderr.write(f"dppo: error{where}: {error}\n")
+    sys.stderr.write(f"dppo: error{where}: {printable(str(error))}\n")
     return code

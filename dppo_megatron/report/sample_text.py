@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from dppo_megatron.report.run_data import RunData
 from dppo_megatron.rl.replay import Sample, iterate_samples
+from dppo_megatron.terminal_text import printable
 
 
 def samples_text(run: RunData, *, step: int | None, count: int) -> str:
@@ -47,4 +48,4 @@ def _block(sample: Sample) -> str:
 
 
 def _indented(text: str) -> str:
-    return textwrap.indent(text, " " * 13).lstrip(" ")
+    return textwrap.indent(printable(text), " " * 13).lstrip(" ")

@@ -3,20 +3,20 @@
 import json
 import logging
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from string import Formatter
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jinja2 import TemplateError
 
 from dppo_megatron.batches import IntArray, PromptBatch, Purpose, Ragged
 from dppo_megatron.config.named_sets import what_is_missing
 from dppo_megatron.config.schema import DatasetConfig, TokenizerConfig
 from dppo_megatron.rl.draws import Draws
+from dppo_megatron.rl.prompt_tokens import TokenizerError, encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 5
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +89,17 @@ def load_prompts(
     prompts kept; both are counted in the log.
 
     Raises ValueError on a missing or empty file, on bad rows (file and line of the first five), on one prompt
-    with different answers, on a template that cannot be used, and where every prompt is too long.
+    with different answers, on a template that cannot be used, where the tokenizer fails (file and line), and where
+    every prompt is too long.
     """
     rows = _read_rows(Path(config.data_path), config=config)
-    token_rows = _encode(
-        [row.text for row in rows], config=config, tokenizer=tokenizer, tokenizer_config=tokenizer_config
-    )
+    try:
+        token_rows = encode_prompts(
+            [row.text for row in rows], config=config, tokenizer=tokenizer, tokenizer_config=tokenizer_config
+        )
+    except TokenizerError as error:
+        problem = f"{rows[error.index].line}: the tokenizer of {tokenizer_config.name} fails on this prompt: {error}"
+        raise ValueError(f"{config.data_path}:{problem}") from error
     _raise_bad_rows(
         config.data_path,
         (f"{row.line}: the prompt has no tokens" for row, ids in zip(rows, token_rows, strict=True) if not ids),
@@ -158,6 +164,8 @@ def _parse_row(content: bytes, *, line: int, config: DatasetConfig) -> "_Row | s
     is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
     if not (isinstance(answer, str) or is_number):
         return f"{config.output_key!r} is {answer!r:.40}; it must be a string or a finite number"
+    if _HALF_CHARACTER.search(f"{text}{answer}"):
+        return "a text holds half of a surrogate pair, which no file can hold; remove it"
     return _Row(line=line, text=text, answer=str(answer))
 
 
@@ -190,98 +198,6 @@ def _check_repeats(rows: Sequence[_Row], *, prompt_ids: IntArray, path: str) -> 
 def _hash_tokens(tokens: np.ndarray) -> int:
     digest = blake2b(tokens.astype("<i4").tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _encode(
-    texts: Sequence[str],
-    *,
-    config: DatasetConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    tokenizer_config: TokenizerConfig,
-) -> list[list[int]]:
-    """Token ids of each prompt, templates applied, in one call of the tokenizer."""
-    prompt_template = _read_prompt_file(config.prompt_file)
-    system = None if config.system_prompt_file is None else _read_file(config.system_prompt_file)
-    prompts = [prompt_template.format(text) for text in texts]
-    if tokenizer_config.chat_template is None:
-        prompts = [(system or "") + prompt for prompt in prompts]
-        prefix = _special_prefix(prompts[0], tokenizer=tokenizer)
-    else:
-        prompts = _apply_chat_template(prompts, system=system, tokenizer=tokenizer, tokenizer_config=tokenizer_config)
-        prefix = []  # a chat template writes its own special tokens
-    return [prefix + ids for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
-
-
-def _special_prefix(text: str, *, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """What the tokenizer itself puts before a text (bos, or nothing), without what it may put after."""
-    full: list[int] = tokenizer(text)["input_ids"]
-    bare: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return next(full[:cut] for cut in range(len(full) + 1) if full[cut : cut + len(bare)] == bare)
-
-
-def _apply_chat_template(
-    prompts: Sequence[str],
-    *,
-    system: str | None,
-    tokenizer: "PreTrainedTokenizerBase",
-    tokenizer_config: TokenizerConfig,
-) -> list[str]:
-    head = [] if system is None else [{"role": "system", "content": system}]
-    try:
-        rendered = tokenizer.apply_chat_template(
-            [[*head, {"role": "user", "content": prompt}] for prompt in prompts],
-            chat_template=_chat_template(tokenizer_config, tokenizer=tokenizer),
-            add_generation_prompt=True,
-            tokenize=False,
-            **(tokenizer_config.chat_template_kwargs or {}),
-        )
-    except TemplateError as error:
-        raise ValueError(f"policy.tokenizer.chat_template cannot render the prompts: {error}") from error
-    return [str(prompt) for prompt in rendered]
-
-
-def _chat_template(config: TokenizerConfig, *, tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """The Jinja template to use, None for the tokenizer's own."""
-    template = config.chat_template
-    assert template is not None
-    if template == "default":
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                f"policy.tokenizer.chat_template is 'default', but the tokenizer of {config.name} has no chat "
-                "template; set policy.tokenizer.chat_template: null for raw prompts, or give a template"
-            )
-        return None
-    if "{{" in template or "{%" in template:
-        return template
-    if not Path(template).is_file():
-        raise ValueError(
-            f"policy.tokenizer.chat_template is {template!r}; it must be 'default', null, a Jinja template, "
-            "or the path of a file that holds one"
-        )
-    return Path(template).read_text(encoding="utf-8")
-
-
-def _read_prompt_file(path: str | None) -> str:
-    """A template for str.format with one place for the prompt, ``{}``."""
-    if path is None:
-        return "{}"
-    template = _read_file(path)
-    try:
-        places = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise ValueError(f"prompt_file {path}: {error}; write other braces as {{{{ and }}}}") from error
-    if places != [""]:
-        raise ValueError(
-            f"prompt_file {path}: it must hold {{}} once, for the prompt, and other braces as {{{{ and }}}}; "
-            f"it has {len(places)} places: {', '.join('{' + name + '}' for name in places) or 'none'}"
-        )
-    return template
-
-
-def _read_file(path: str) -> str:
-    if not Path(path).is_file():
-        raise ValueError(f"prompt_file or system_prompt_file is {path!r}; there is no such file")
-    return Path(path).read_text(encoding="utf-8")
 
 
 class Prompts:

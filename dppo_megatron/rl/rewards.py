@@ -178,5 +178,8 @@ def _decode(rows: list[np.ndarray], *, tokenizer: "PreTrainedTokenizerBase") -> 
     unknown = used[[token is None for token in tokens]]
     pieces = [np.split(row, np.flatnonzero(np.isin(row, unknown))) for row in rows]
     flat = [piece.tolist() for row in pieces for piece in row]  # still with those ids, which vanish
-    texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    try:
+        texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    except Exception as error:  # tokenizers, which is written in Rust, raises Exception itself
+        raise RuntimeError(f"the tokenizer cannot decode the completions: {type(error).__name__}: {error}") from error
     return [_UNKNOWN_TOKEN.join(next(texts) for _ in row) for row in pieces]

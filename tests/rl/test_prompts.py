@@ -353,3 +353,27 @@ def test_validation_takes_the_first_prompts_in_file_order(max_samples: int, expe
     assert batch.texts == dataset.texts[:expected]
     assert batch.num_candidates.tolist() == [expected]
     assert batch.occurrences.tolist() == [place // 3 for place in range(expected)]
+
+
+@pytest.mark.parametrize("chat_template", [None, TEMPLATE])
+def test_a_prompt_on_which_the_tokenizer_fails_is_named_by_file_and_line(
+    chat_template: str | None, tmp_path: Path
+) -> None:
+    known = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate("12+=[user]")}))
+    known.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    path = write(tmp_path, row("1+1=", "2"), "", row("2+1=", "3"), row("2+x=", "3"), row("y", "3"))
+    message = rf"{path}:4: the tokenizer of narrow fails on this prompt: Exception: .*[Uu][Nn][Kk]"
+    with pytest.raises(ValueError, match=message):
+        load(
+            DatasetConfig(data_path=path),
+            tokenizer=PreTrainedTokenizerFast(tokenizer_object=known),
+            chat=TokenizerConfig(name="narrow", chat_template=chat_template),
+        )
+
+
+def test_half_a_character_is_refused_by_line(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, row("1+1=", "2"), '{"input": "1\\ud800", "output": "3"}', '{"input": "1", "output": "\\udc00"}'
+    )
+    with pytest.raises(ValueError, match=r"2 bad rows\n.*:2: a text holds half of a surrogate pair(.|\n)*:3: "):
+        load(DatasetConfig(data_path=path))

@@ -309,3 +309,15 @@ def test_an_unknown_environment_is_refused_with_the_allowed_names() -> None:
 def test_the_reward_function_setting_overrides_the_environment_of_the_data() -> None:
     reward = make_reward("math", reward=RewardConfig(function="exact_match"), env=EnvConfig())
     assert reward(["p"], ["2.0"], ["2"]).tolist() == [0.0]
+
+
+def test_a_tokenizer_that_cannot_decode_ends_the_run_with_its_words(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> list[str]:
+        raise OverflowError("number too large")
+
+    monkeypatch.setattr(tokenizer, "batch_decode", fail)
+    rollouts = make_rollouts([ids("1"), ids("2")], reasons=[LENGTH] * 2, texts=("a",), answers=("1",))
+    with pytest.raises(RuntimeError, match="the tokenizer cannot decode the completions: OverflowError: number too"):
+        score_rollouts(rollouts, reward=Recorder([0.0, 0.0]), tokenizer=tokenizer)
