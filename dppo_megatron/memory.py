@@ -4,7 +4,7 @@ They are those of the layers that run without Transformer Engine, which keep the
 autograd and megatron-core's buffers really hold in tests/test_memory.py.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from dppo_megatron.architecture import Architecture
 from dppo_megatron.config.schema import PolicyConfig
@@ -18,8 +18,9 @@ _MOMENTS, _MAIN_PARAMETER = 8, 4
 class StageMemory:
     """Bytes on each GPU of one pipeline stage.
 
-    weights, gradients, optimizer, rollout_weights: held throughout. activations, logits: during the update, of
-    the fullest row. kv_cache: during rollouts, at most.
+    weights, rollout_weights: held throughout. gradients, optimizer: likewise, unless they are set aside for rollouts:
+    set_aside is the sum of the two then, else 0. activations, logits: during the update, of the fullest row.
+    kv_cache: during rollouts, at most.
     """
 
     weights: int
@@ -29,16 +30,18 @@ class StageMemory:
     logits: int
     rollout_weights: int
     kv_cache: int
+    set_aside: int = 0
 
     @property
     def update_peak(self) -> int:
         """Bytes while training: all but the cache."""
-        return sum(getattr(self, field.name) for field in fields(self)) - self.kv_cache
+        held = self.weights + self.gradients + self.optimizer + self.rollout_weights
+        return held + self.activations + self.logits
 
     @property
     def rollout_peak(self) -> int:
-        """Bytes while sampling: all but activations and logits."""
-        return self.update_peak - self.activations - self.logits + self.kv_cache
+        """Bytes while sampling: all but activations, logits and what is set aside."""
+        return self.update_peak - self.activations - self.logits + self.kv_cache - self.set_aside
 
     @property
     def peak(self) -> int:
@@ -79,24 +82,34 @@ def stage_shapes(architecture: Architecture, policy: PolicyConfig, *, layout: La
 
 
 def estimate_memory(
-    architecture: Architecture, policy: PolicyConfig, *, layout: Layout, max_cache_tokens: int
+    architecture: Architecture,
+    policy: PolicyConfig,
+    *,
+    layout: Layout,
+    max_cache_tokens: int,
+    sets_aside: bool = False,
 ) -> tuple[StageMemory, ...]:
-    """Bytes on a GPU of each pipeline stage, in order; max_cache_tokens: of the embedded engine, tokens."""
+    """Bytes on a GPU of each pipeline stage, in order.
+
+    max_cache_tokens: of the embedded engine, tokens. sets_aside: gradients and optimizer make way for rollouts.
+    """
     width = _BYTES[policy.precision]
     whole = sum(parameters(architecture, StageShape(architecture.num_layers, True, True, 1), tp=1))
     cache = 2 * architecture.num_layers * architecture.num_key_value_heads * architecture.head_dim
     stages = []
     for stage in stage_shapes(architecture, policy, layout=layout):
         count = sum(parameters(architecture, stage, tp=layout.tp))
+        gradients, optimizer = count * gradient_bytes(policy), round(count * optimizer_bytes(policy, layout=layout))
         stages.append(
             StageMemory(
                 weights=count * width,
-                gradients=count * gradient_bytes(policy),
-                optimizer=round(count * optimizer_bytes(policy, layout=layout)),
+                gradients=gradients,
+                optimizer=optimizer,
                 activations=activation_bytes(architecture, policy, stage, layout=layout),
                 logits=_logit_bytes(architecture, policy, layout=layout) if stage.is_last else 0,
                 rollout_weights=whole * width,
                 kv_cache=max_cache_tokens * cache * width,
+                set_aside=gradients + optimizer if sets_aside else 0,
             )
         )
     return tuple(stages)

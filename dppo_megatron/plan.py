@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dppo_megatron.architecture import Architecture
 from dppo_megatron.config.fp8 import Fp8Config
-from dppo_megatron.config.schema import ClusterConfig, GrpoConfig, MegatronConfig
+from dppo_megatron.config.schema import ClusterConfig, Config, GrpoConfig, MegatronConfig
 
 _MEGATRON = "policy.megatron_cfg"
 
@@ -204,6 +204,14 @@ def _fp8_problems(shape: Architecture, *, tp: int, fp8: Fp8Config) -> Iterator[s
             f"{_MEGATRON}.fp8_cfg.num_layers_at_start_in_bf16 = {start}: with num_layers_at_end_in_bf16 = {end} it "
             f"leaves none of the model's {shape.num_layers} layers in FP8"
         )
+
+
+def sets_training_aside(config: Config) -> bool:
+    """Whether gradients and optimizer state leave the GPU while vLLM samples on it.
+
+    In float32 the optimizer holds the model's parameters themselves, which the weights' stream still needs.
+    """
+    return config.dppo.rollout.engine == "vllm" and config.policy.precision == "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,11 +136,13 @@ def _memory(plan: RunPlan) -> Iterator[str]:
         return
     unit, name = (_GIB, "GiB") if max(stage.peak for stage in plan.memory) >= _GIB else (_MIB, "MiB")
     yield f"memory         {name} on a GPU, estimated (docs/sizing.md)"
-    names = list(asdict(plan.memory[0]))
+    names = [name for name in asdict(plan.memory[0]) if name != "set_aside" or plan.memory[0].set_aside]
     yield "  " + "stage  " + "  ".join(names) + "  peak"
     for number, stage in enumerate(plan.memory):
         cells = [f"{getattr(stage, name) / unit:{len(name)}.1f}" for name in names]
         yield f"  {number:5d}  " + "  ".join(cells) + f"  {stage.peak / unit:4.1f}"
+    if plan.memory[0].set_aside:
+        yield "  set_aside: gradients and optimizer state, on the host while vLLM samples"
 
 
 def _launch(plan: RunPlan) -> Iterator[str]:

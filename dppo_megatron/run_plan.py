@@ -20,6 +20,7 @@ from dppo_megatron.plan import (
     check_layout,
     padding_multiples,
     resolve_layout,
+    sets_training_aside,
     token_alignment,
 )
 
@@ -165,7 +166,8 @@ def make_plan(found: Examination, *, path: str, overrides: Sequence[str]) -> Run
     memory: tuple[StageMemory, ...] = ()
     if architecture is not None:
         cache = config.dppo.rollout.max_cache_tokens
-        memory = estimate_memory(architecture, policy, layout=layout, max_cache_tokens=cache)
+        sets_aside = sets_training_aside(config)
+        memory = estimate_memory(architecture, policy, layout=layout, max_cache_tokens=cache, sets_aside=sets_aside)
     return RunPlan(
         loaded=found.loaded,
         warnings=found.warnings,

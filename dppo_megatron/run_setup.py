@@ -1,5 +1,6 @@
 """From a configuration to the objects that a run's steps work with."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -20,7 +21,8 @@ from dppo_megatron.parallel.mesh import Mesh, split_axis
 from dppo_megatron.parallel.model import DTYPES
 from dppo_megatron.parallel.policy import Policy, Reference
 from dppo_megatron.parallel.sequence_sums import SequenceSums
-from dppo_megatron.plan import batch_arithmetic
+from dppo_megatron.parallel.set_aside import training_state_set_aside
+from dppo_megatron.plan import batch_arithmetic, sets_training_aside
 from dppo_megatron.rl.audit import Audit
 from dppo_megatron.rl.candidates import CandidateSource, FixedNumber, Refill
 from dppo_megatron.rl.dynamic_sampling import FirstBatch, Resampling, WholeGroups
@@ -161,6 +163,12 @@ class Run:
             f"device {device.current().type}",
             *self.pruning.notes,
         ]
+
+    def room_for_rollouts(self) -> AbstractContextManager[None]:
+        """On a GPU that vLLM shares: what only training needs makes way meanwhile."""
+        if not (device.has_gpu() and sets_training_aside(self.config)):
+            return nullcontext()
+        return training_state_set_aside(self.policy.chunks, self.policy.optimizer)
 
     def score(self, rollouts: RolloutBatch) -> FloatArray:
         """Rewards of this rank's completions, float64 [n]."""

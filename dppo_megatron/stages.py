@@ -82,7 +82,8 @@ def sample(run: Run, share: PromptBatch, draws: Draws, *, start: StepStart) -> R
 def _completions(run: Run, share: PromptBatch, draws: Draws, sampling: Sampling) -> RolloutBatch | str:
     # Or what the engine says of its failure.
     try:
-        return run.generator.generate(share, draws, sampling)
+        with run.room_for_rollouts():
+            return run.generator.generate(share, draws, sampling)
     except RuntimeError as error:
         return str(error)
 
@@ -278,7 +279,8 @@ def _everything(
     if not len(pruned):
         return rollouts, whole
     axis = run.mesh.generation
-    rest = run.generator.generate(pruned.share(rank=axis.rank, size=axis.size), draws, run.sampling)
+    with run.room_for_rollouts():
+        rest = run.generator.generate(pruned.share(rank=axis.rank, size=axis.size), draws, run.sampling)
     return merge(
         [(rollouts, whole), (rest, score(run, rest, pruned))],
         num_candidates=candidates.num_candidates,

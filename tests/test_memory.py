@@ -130,3 +130,16 @@ def test_stages_share_the_layers_and_tensor_ranks_the_rest() -> None:
     assert first + last == whole
     eighth = sum(parameters(architecture, StageShape(36, True, True, 1), tp=8))
     assert eighth == pytest.approx(whole / 8, rel=1e-3)
+
+
+def test_what_is_set_aside_leaves_the_peak_of_rollouts_alone() -> None:
+    architecture = architecture_of("Qwen/Qwen3-8B")
+    policy, layout = PolicyConfig(model_name="m"), Layout(1, 1, 1, 8, sequence_parallel=False)
+    held, freed = (
+        estimate_memory(architecture, policy, layout=layout, max_cache_tokens=10**6, sets_aside=aside)[0]
+        for aside in (False, True)
+    )
+    assert held.set_aside == 0
+    assert freed.set_aside == held.gradients + held.optimizer
+    assert freed.update_peak == held.update_peak
+    assert held.rollout_peak - freed.rollout_peak == freed.set_aside

@@ -92,7 +92,7 @@ def run(model: Path, axes: dict[str, Any], fp8: dict[str, Any] | None, *, num_up
 def delayed_scales(policy: Policy) -> Tensor:
     """The scales of all quantizers of this rank, 0 where none is known yet."""
     scales = []
-    for linear in policy.model.module.modules():
+    for linear in (module for network in policy.networks for module in network.modules()):
         forward: Any = getattr(linear, "_forward_impl", None)
         if (keywords := getattr(forward, "keywords", None)) is None:
             continue
