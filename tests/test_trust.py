@@ -77,16 +77,17 @@ def test_records_give_back_what_was_said(texts: list[str], tmp_path: Path) -> No
 def test_a_terminal_shows_texts_and_obeys_none(
     texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stream = io.StringIO()
+    stream, plain = io.StringIO(), io.StringIO()
     live = LiveConsole(Console(file=stream, width=2000, color_system=None, force_terminal=False), num_steps=1)
     for text in texts:
         live.note(text)
-        PlainConsole(LastingStream(stream), num_steps=1).note(text)
+        PlainConsole(LastingStream(plain), num_steps=1).note(text)
         assert complain(RuntimeError(text), 1) == 1
     run = write_run(tmp_path / "run", accuracies={})
     samples = [a_sample(index, reward=index, kept=True, text=text) for index, text in enumerate(texts)]
     write_samples(samples_path(run, step=9), samples)
-    shown = (stream.getvalue(), capsys.readouterr().err, samples_text(read_run(run), step=None, count=len(texts)))
+    listed = samples_text(read_run(run), step=None, count=len(texts))
+    shown = (stream.getvalue(), plain.getvalue(), capsys.readouterr().err, listed)
     for said in shown:
         assert not set(said) & {"\x1b", "\x07", "\r", "\x0b", "\x0c", "\u202e"}
         assert "\\x1b]0;owned\\x07" in said
