@@ -33,13 +33,6 @@ def transformer_config(
     rehearse_fp8: FP8 is ``build_chunk``'s to emulate, and megatron-core knows nothing of it.
     """
     dtype, gpu = DTYPES[precision], device.has_gpu()
-    recompute: dict[str, Any] = {}
-    if megatron.activation_checkpointing:
-        recompute["recompute_granularity"] = megatron.recompute_granularity
-        if megatron.recompute_granularity == "full":
-            recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-        else:
-            recompute["recompute_modules"] = list(megatron.recompute_modules or ["core_attn"])
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -83,9 +76,19 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=gpu,
-        **recompute,
+        **_recompute_settings(megatron),
         **({} if rehearse_fp8 else _fp8_settings(megatron.fp8_cfg)),
     )
+
+
+def _recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:
+    if not megatron.activation_checkpointing:
+        return {}
+    if megatron.recompute_granularity == "full":
+        method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    else:
+        method = {"recompute_modules": list(megatron.recompute_modules or ["core_attn"])}
+    return {"recompute_granularity": megatron.recompute_granularity, **method}
 
 
 def _fp8_settings(fp8: Fp8Config) -> dict[str, Any]:

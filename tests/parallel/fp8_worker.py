@@ -41,6 +41,7 @@ def rows_of(mesh: Mesh) -> list[PackedRow]:
         step.scores.rewards[samples],
         step.scores.advantages[samples],
         kept=step.scores.prompts,
+        num_failures=0,
         num_generations=NUM_GENERATIONS,
         over=mesh.world,
     )

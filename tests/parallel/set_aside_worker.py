@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from fp8_worker import rows_of
@@ -30,7 +31,8 @@ def run(model: Path, *, pauses: bool, sharded: bool) -> tuple[dict[str, torch.Te
     rows, loss, held = rows_of(mesh), PolicyLoss(LossConfig(reference_policy_kl_penalty=0.0)), []
 
     def gradient_bytes() -> int:
-        return sum(buffer.grad_data.untyped_storage().nbytes() for chunk in policy.chunks for buffer in chunk.buffers)
+        chunks: list[Any] = policy.chunks
+        return sum(buffer.grad_data.untyped_storage().nbytes() for chunk in chunks for buffer in chunk.buffers)
 
     for update in range(2):
         policy.update(rows, loss=loss, denominator=24.0, temperature=TEMPERATURE)

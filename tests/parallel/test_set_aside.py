@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from toy_step import make_model
 
-from dppo_megatron.config.schema import Config, DataConfig, DatasetConfig, DppoConfig, PolicyConfig, RolloutConfig
+from dppo_megatron.config.schema import (
+    Config,
+    DataConfig,
+    DppoConfig,
+    PolicyConfig,
+    RolloutConfig,
+    TrainDatasetConfig,
+)
 from dppo_megatron.parallel.set_aside import training_state_set_aside
 from dppo_megatron.plan import sets_training_aside
 
@@ -44,7 +51,7 @@ def test_it_goes_before_the_rollouts_and_is_back_after_them_however_they_end() -
 def test_only_vllm_beside_main_parameters_asks_for_it(engine, precision, wanted: bool) -> None:
     config = Config(
         policy=PolicyConfig(model_name="m", precision=precision),
-        data=DataConfig(train=DatasetConfig(data_path="d")),
+        data=DataConfig(train=TrainDatasetConfig(data_path="d")),
         dppo=replace(DppoConfig(), rollout=RolloutConfig(engine=engine)),
     )
     assert sets_training_aside(config) is wanted
