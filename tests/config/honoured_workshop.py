@@ -92,10 +92,14 @@ class Workshop:
 
 def network(shop: Workshop, loaded: LoadedConfig) -> object:
     """megatron-core's TransformerConfig, fusions as a GPU would have them."""
-    policy, virtual_pp = loaded.config.policy, loaded.config.dppo.virtual_pipeline_stages
+    policy, dppo = loaded.config.policy, loaded.config.dppo
     with patch.object(device, "has_gpu", return_value=True):
         built = transformer_config(
-            shop.architecture, policy.megatron_cfg, precision=policy.precision, virtual_pp=virtual_pp
+            shop.architecture,
+            policy.megatron_cfg,
+            precision=policy.precision,
+            virtual_pp=dppo.virtual_pipeline_stages,
+            rehearse_fp8=dppo.fp8_emulate,
         )
     return {name: repr(value) for name, value in vars(built).items()}
 

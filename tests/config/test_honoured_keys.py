@@ -42,6 +42,7 @@ def _table() -> dict[str, Row]:
     return rows
 
 
+_OWN = "dppo.reward.function=tests.config.honoured_runs:count_letters"
 _MEGATRON, _DPPO = "policy.megatron_cfg.", "dppo."
 _NO_PROMPTS = "dppo.prompt_pruning.enabled=false"
 _SPLIT = "data.validation=null data.train.split_validation_size=0.25"
@@ -164,11 +165,14 @@ _SECTIONS: tuple[tuple[str, Probe, str], ...] = (
     (
         _DPPO,
         runs.answers,
-        """reward.function=exact_match
+        f"""reward.function=exact_match
         reward.max_answer_chars=20
-        reward.time_limit_seconds=2.0""",
+        reward.time_limit_seconds=2.0
+        reward.num_workers=2 | {_OWN}
+        reward.memory_gb=8.0 | {_OWN}""",
     ),
     ("env.", runs.answers, "math.num_workers=1"),
+    (_DPPO, built.network, f"fp8_emulate=true | {_FP8}"),
     (_DPPO, runs.vllm_generator, f"rollout.engine=vllm\nrollout.time_limit_seconds=7.0 | {_VLLM}"),
     (_DPPO, built.plan, "rollout.max_cache_tokens=1024"),
     (_DPPO, built.loop, "rollout.replay_dir=FOLDER/replayed"),
