@@ -265,6 +265,7 @@ def install_cpu_substitutes() -> None:
         "empty_cache": lambda: None,
         "get_rng_state": get_rng_state,
         "manual_seed": torch.manual_seed,
+        "current_stream": torch.cpu.current_stream,  # megatron-core 0.19, before it reduces gradients
     }
     for name, result in replacements.items():
         setattr(torch.cuda, name, substitute(name, result))
