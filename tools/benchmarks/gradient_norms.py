@@ -1,6 +1,6 @@
 """Completions of a policy with the exact norms of their gradients, and what is known of them beforehand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dppo_megatron.rl.advantages import group_advantages
 from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.generator import EmbeddedGenerator
 from dppo_megatron.rl.prompts import load_prompts, validation_batch
-from dppo_megatron.rl.rewards import UserReward, score_rollouts
+from dppo_megatron.rl.rewards import score_rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,21 @@ class Completions:
         return len(self.sizes)
 
 
+@dataclass(slots=True)
+class _Scored:
+    """A task's own score as a reward, in this process."""
+
+    score: Callable[[str, str, str], float]
+    requires_stop: bool = False
+    num_failures: int = 0
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> FloatArray:
+        return np.array([self.score(*one) for one in zip(prompts, completions, answers, strict=True)], np.float64)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 def measure(directory: Path, task: Task, *, num_generations: int, batch_size: int) -> list[Completions]:
     """Sample at temperature 1, reward, and take every gradient: one entry a batch of ``batch_size`` prompts."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -68,7 +83,7 @@ def measure(directory: Path, task: Task, *, num_generations: int, batch_size: in
     prompts = validation_batch(dataset, max_samples=task.num_prompts)
     engine = EmbeddedGenerator(model.config, dtype=torch.float32, device=torch.device("cpu"), max_cache_tokens=16384)
     engine.load_weights(model.named_parameters(), version=0)
-    reward = UserReward(task.score)
+    reward = _Scored(task.score)
     sampling = Sampling(num_generations, 1.0, task.max_new_tokens, task.stop_token_ids)
     result = []
     for start in range(0, len(prompts), batch_size):
