@@ -11,10 +11,8 @@ turns in one process, on one thread.
 
 import argparse
 import json
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,6 +42,7 @@ from dppo_megatron.plan import Layout
 from dppo_megatron.rl.loss import PolicyLoss
 from dppo_megatron.rl.packing import plan_rows
 from tools.benchmarks.packing import draw_lengths
+from tools.benchmarks.timing import interleaved_medians
 
 SIZES = {"2M": (192, 4, 3, 1024), "30M": (512, 8, 8, 11264)}  # hidden size, layers, heads, vocabulary
 DENOMINATOR = 100.0  # of the loss; any number
@@ -186,18 +185,6 @@ def train(policy: Policy, rows: list[PackedRow]) -> TrainStats:
     """One optimizer step."""
     loss = PolicyLoss(LossConfig(reference_policy_kl_penalty=0.0))
     return policy.update(rows, loss=loss, denominator=DENOMINATOR, temperature=1.0)
-
-
-def interleaved_medians(actions: Sequence[Callable[[], object]], *, turns: int) -> list[float]:
-    """Median processor seconds of each action, the actions in turn, after a turn to warm up."""
-    seconds: list[list[float]] = [[] for _ in actions]
-    for turn in range(turns + 1):
-        for action, times in zip(actions, seconds, strict=True):
-            start = time.process_time()
-            action()
-            if turn:
-                times.append(time.process_time() - start)
-    return [statistics.median(times) for times in seconds]
 
 
 def compare(directory: Path, batch: Batch, *, turns: int, profiled: bool) -> Comparison:

@@ -30,13 +30,13 @@ from tools.benchmarks.packed_training import (
     DENOMINATOR,
     SIZES,
     Batch,
-    interleaved_medians,
     lay_out_batch,
     make_policy,
     model_and_batch,
     print_profile,
     train,
 )
+from tools.benchmarks.timing import interleaved_medians
 
 CLIP_RANGE = 0.2
 
