@@ -19,11 +19,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.benchmarks.grpo_task import GENERATIONS, Point, Task, arguments, read_points
+from tools.benchmarks.timing import spent_at_lines
 
 REPOSITORY = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent
@@ -69,11 +69,11 @@ def run_ours(name: str, task: Task, *, overrides: tuple[str, ...]) -> Contender:
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
         command = [sys.executable, "-m", "dppo_megatron", "train", str(REPOSITORY / "examples" / "quickstart.yaml")]
-        spent = _processor_seconds_between_steps(
-            [*command, f"logger.log_dir={run}", *_overrides(task), *overrides], run / "metrics.jsonl"
-        )
+        command += [f"logger.log_dir={run}", *_overrides(task), *overrides]
+        at_lines = spent_at_lines(command, run / "metrics.jsonl", env=_one_thread())
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     # Processor time is known at the ends of steps, and divided over what a step does by wall time.
+    spent = at_lines[max(at_lines)][1] - at_lines[min(line for line in at_lines if line)][1]
     rate = spent / sum(line["timing/train/total_step_time"] for line in lines[1:])
     points, seconds, sampled, trained = [], 0.0, 0, 0
     for line in lines:
@@ -85,21 +85,6 @@ def run_ours(name: str, task: Task, *, overrides: tuple[str, ...]) -> Contender:
         if accuracy is not None:
             points.append(Point(line["step"] + 1, accuracy, seconds, rate * seconds, sampled, trained))
     return Contender(name, tuple(points))
-
-
-def _processor_seconds_between_steps(command: list[str], metrics: Path) -> float:
-    """Run a command; what it spends from the first line of its metrics to the last. Linux only."""
-    spent: dict[int, float] = {}
-    process = subprocess.Popen(command, env=_one_thread(), stdout=subprocess.DEVNULL)
-    while process.poll() is None:
-        lines = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
-        # The fields after the program's name, which may hold spaces: user and system time are the 12th and 13th.
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        spent.setdefault(lines, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
-        time.sleep(0.02)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return spent[max(spent)] - spent[min(line for line in spent if line)]
 
 
 def _overrides(task: Task) -> list[str]:

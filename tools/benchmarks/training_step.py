@@ -122,7 +122,7 @@ def measure(directory: Path, batch: Batch, *, turns: int, profiled: bool) -> Res
             print_profile(action)
     return Result(
         batch=batch.name,
-        num_parameters=sum(parameter.numel() for parameter in policy.model.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in policy.own_parameters()),
         num_sequences=len(batch.lengths),
         num_tokens=int(batch.lengths.sum()),
         contenders=tuple(contenders),
