@@ -134,13 +134,27 @@ def run_training(
             train(run, log, watchdog)
         except Stopped as stopped:
             watchdog.watch("checkpoint")
-            raise save_stopped(run, stopped) from None
+            saved = save_stopped(run, stopped)
+            _leave_report(directory, mesh, log)
+            raise saved from None
+        except (KeyboardInterrupt, RuntimeError):
+            _leave_report(directory, mesh, log)
+            raise
         watchdog.watch("end")
         if config.dppo.save_hf:
             save_hf(run.policy, directory / "hf")
         log.summary()
-        if (directory / METRICS_FILE).is_file() and mesh.world.is_first:
-            write_report(directory)
+        _leave_report(directory, mesh, log)
+
+
+def _leave_report(directory: Path, mesh: Mesh, log: RunLog | SilentLog) -> None:
+    """Write the report of the steps that were logged; what prevents it is told and does not end the run."""
+    if not mesh.world.is_first or not (directory / METRICS_FILE).is_file():
+        return
+    try:
+        write_report(directory)
+    except (OSError, ValueError) as error:
+        log.note(f"the report was not written: {error}")
 
 
 def _lock_directories(config: Config, mesh: Mesh) -> ExitStack:

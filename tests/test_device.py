@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from dppo_megatron import device
@@ -44,8 +45,8 @@ def test_outside_megatron_calls_a_cuda_device_stays_an_error() -> None:
         return
     with device.megatron_calls():
         assert torch.zeros(1, device="cuda").device.type == "cpu"
-    try:
+        with device.direct_calls(), pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+            torch.zeros(1, device="cuda")
+        assert torch.zeros(1, device="cuda").device.type == "cpu"
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
         torch.zeros(1, device="cuda")
-    except (AssertionError, RuntimeError):
-        return
-    raise AssertionError("a CUDA tensor without CUDA")

@@ -27,6 +27,7 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
 CHARACTERS = "0123456789=+-*() ?:,.abcdefghijklmnopqrstuvwxyz!\"'#%&/;<>[]_|"  # with the above: 64 entries
 MIN_DIGITS, MAX_DIGITS = 3, 8
+SIZES = {"100k": (64, 2, 4, 16), "30M": (512, 8, 8, 64)}  # hidden size, layers, heads, head's size
 NUM_WARM_START, NUM_TRAIN, NUM_VALIDATION = 8000, 2000, 256
 RIGHT_FRACTION = 0.35
 BATCH_SIZE, LEARNING_RATE, WARM_UP_STEPS = 64, 4e-3, 50
@@ -57,17 +58,23 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, *, head_dim: int) -> Qwen3ForCausalLM:
-    """Build the untrained model, with as many embeddings as the tokenizer has entries."""
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, *, size: str, head_dim: int | None, max_digits: int
+) -> Qwen3ForCausalLM:
+    """Build the untrained model, with as many embeddings as the tokenizer has entries.
+
+    size: of SIZES. head_dim: None for that of the size.
+    """
+    hidden, layers, heads, usual_head_dim = SIZES[size]
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=2,
-        head_dim=head_dim,
-        intermediate_size=192,
-        max_position_embeddings=256,
+        head_dim=head_dim or usual_head_dim,
+        intermediate_size=3 * hidden,
+        max_position_embeddings=max(256, 2 * max_digits + 2),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         pad_token_id=PAD_ID,
@@ -78,12 +85,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, head_dim: int) -> Qwen3For
     return Qwen3ForCausalLM(config)
 
 
-def make_problems(stream: random.Random, *, count: int) -> list[Problem]:
-    """Draw distinct problems."""
+def make_problems(stream: random.Random, *, count: int, max_digits: int) -> list[Problem]:
+    """Draw distinct problems of 3 to ``max_digits`` digits."""
     digits: set[str] = set()
     problems: list[Problem] = []
     while len(problems) < count:
-        question = "".join(stream.choices("0123456789", k=stream.randint(MIN_DIGITS, MAX_DIGITS)))
+        question = "".join(stream.choices("0123456789", k=stream.randint(MIN_DIGITS, max_digits)))
         if question not in digits:
             digits.add(question)
             problems.append(Problem(f"{question}=", "".join(sorted(question))))
@@ -99,7 +106,8 @@ def _imitated(problem: Problem, stream: random.Random) -> Problem:
 
 def _encode(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
     """Token ids and labels, int64 [N, T]; labels are -100 on the prompt and on the padding at the right."""
-    tokens = torch.full((len(problems), 2 * MAX_DIGITS + 2), PAD_ID)
+    width = max(len(problem.prompt) + len(problem.answer) for problem in problems) + 1
+    tokens = torch.full((len(problems), width), PAD_ID)
     labels = torch.full_like(tokens, -100)
     for row, problem in enumerate(problems):
         ids = torch.tensor(tokenizer.encode(f"{problem.prompt}{problem.answer}{EOS}"))
@@ -159,7 +167,15 @@ def is_complete(output: Path) -> bool:
     return all((output / name).is_file() for name in FILES)
 
 
-def make_tiny_model(output: Path, *, seed: int, steps: int, head_dim: int = 16) -> float:
+def make_tiny_model(
+    output: Path,
+    *,
+    seed: int,
+    steps: int,
+    size: str = "100k",
+    head_dim: int | None = None,
+    max_digits: int = MAX_DIGITS,
+) -> float:
     """Write the model, its tokenizer and its data to a new directory, which appears only when complete.
 
     Returns the exact accuracy at temperature 1 on the validation problems. Deterministic for a seed.
@@ -169,14 +185,14 @@ def make_tiny_model(output: Path, *, seed: int, steps: int, head_dim: int = 16) 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"output: {output} exists and is not an empty directory; remove it or name another")
     stream = random.Random(seed)
-    problems = make_problems(stream, count=NUM_WARM_START + NUM_VALIDATION)
+    problems = make_problems(stream, count=NUM_WARM_START + NUM_VALIDATION, max_digits=max_digits)
     seen, held_out = problems[:NUM_WARM_START], problems[NUM_WARM_START:]
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
         with _reproducible(seed):
             tokenizer = make_tokenizer()
-            model = make_model(tokenizer, head_dim=head_dim)
+            model = make_model(tokenizer, size=size, head_dim=head_dim, max_digits=max_digits)
             tokens, labels = _encode([_imitated(problem, stream) for problem in seen], tokenizer)
             warm_start(model, tokens=tokens, labels=labels, steps=steps, stream=stream)
             tokens, labels = _encode(held_out, tokenizer)
@@ -199,16 +215,21 @@ def main() -> None:
     parser.add_argument("output", type=Path, metavar="OUTPUT_DIR")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=400, help="steps of the warm start")
-    parser.add_argument(
-        "--head-dim", type=int, default=16, help="size of an attention head; vLLM on a CPU needs 32 at least"
-    )
+    parser.add_argument("--size", choices=list(SIZES), default="100k", help="parameters, about")
+    parser.add_argument("--head-dim", type=int, help="size of an attention head; vLLM on a CPU needs 32 at least")
+    parser.add_argument("--max-digits", type=int, default=MAX_DIGITS, help="of the longest list")
     arguments = parser.parse_args()
     if is_complete(arguments.output):
         print(f"{arguments.output} is already complete: nothing to do")
         return
     transformers_logging.disable_progress_bar()
     accuracy = make_tiny_model(
-        arguments.output, seed=arguments.seed, steps=arguments.steps, head_dim=arguments.head_dim
+        arguments.output,
+        seed=arguments.seed,
+        steps=arguments.steps,
+        size=arguments.size,
+        head_dim=arguments.head_dim,
+        max_digits=arguments.max_digits,
     )
     print(f"{arguments.output}: right {accuracy:.3f} of the time at temperature 1 on held-out problems")
 

@@ -331,9 +331,14 @@ class Policy:
 
         def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
             row = next(iterator)
-            layout = row_layout(row, frequencies=self._frequencies, width=self._width, cp=self.mesh.cp)
-            logits = model(row.token_ids[None], row.positions[None], None, packed_seq_params=layout)
-            return logits, partial(loss, row)
+            with device.direct_calls():
+                layout = row_layout(row, frequencies=self._frequencies, width=self._width, cp=self.mesh.cp)
+                logits = model(row.token_ids[None], row.positions[None], None, packed_seq_params=layout)
+            return logits, partial(direct_loss, row)
+
+        def direct_loss(row: PackedRow, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+            with device.direct_calls():
+                return loss(row, logits)
 
         schedule = get_forward_backward_func()
         with device.megatron_calls():

@@ -10,6 +10,7 @@ import torch
 from faults import FaultyRun, job, num_steps_logged
 from safetensors.torch import load_file
 
+from dppo_megatron.commands.failures import EXIT_INTERRUPTED
 from dppo_megatron.stop_request import EXIT_RESUME
 from dppo_megatron.watchdog import EXIT_STALLED
 
@@ -47,6 +48,7 @@ def test_a_step_abandoned_at_a_signal_is_taken_again_the_same(
         done = num_steps_logged(tmp_path / "stopped")
         assert f"stopped by signal SIGUSR1 after step {done}" in run.said
         assert (tmp_path / "stopped" / "checkpoints" / f"step_{done}").is_dir()
+        assert f"{done:,} of 6 steps" in (tmp_path / "stopped" / "report.html").read_text()
         (tmp_path / "slow").unlink()
         monkeypatch.chdir(tmp_path)
         launch(
@@ -57,6 +59,20 @@ def test_a_step_abandoned_at_a_signal_is_taken_again_the_same(
         assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
         ours, theirs = (load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("stopped", "whole"))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_an_interrupted_run_leaves_its_report_and_says_that_it_was_interrupted(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with FaultyRun(tmp_path, job(tiny_model, tmp_path / "run")) as run:
+        run.wait_until(lambda: num_steps_logged(tmp_path / "run") >= 1, what="first step")
+        (tmp_path / "slow").touch()
+        run.wait_until((tmp_path / "in_reward").exists, what="slow reward")
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == EXIT_INTERRUPTED, run.said
+        assert "interrupted" in run.said
+        done = num_steps_logged(tmp_path / "run")
+        assert f"{done:,} of 6 steps" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_stopped_rank_ends_the_run_within_a_minute_of_the_limit_with_stacks(

@@ -69,10 +69,17 @@ def test_the_warm_start_imitates_right_reversed_and_descending_answers() -> None
 
 def test_labels_are_the_answer_and_the_stop_token_alone() -> None:
     tokenizer = tool.make_tokenizer()
-    tokens, labels = tool._encode([tool.Problem("31=", "13")], tokenizer)
+    tokens, labels = tool._encode([tool.Problem("31=", "13"), tool.Problem("9312=", "1239")], tokenizer)
     written = tokenizer.encode("31=13<eos>")
-    assert tokens[0].tolist() == written + [0] * 12
-    assert labels[0].tolist() == [-100] * 3 + written[3:] + [-100] * 12
+    assert tokens[0].tolist() == written + [0] * 4  # as long as the longest
+    assert labels[0].tolist() == [-100] * 3 + written[3:] + [-100] * 4
+
+
+def test_longer_lists_fit_a_model_that_was_made_for_them() -> None:
+    problems = tool.make_problems(tool.random.Random(0), count=200, max_digits=200)
+    assert max(len(problem.answer) for problem in problems) > 150
+    model = tool.make_model(tool.make_tokenizer(), size="100k", head_dim=None, max_digits=200)
+    assert model.config.max_position_embeddings >= 2 * 200 + 2
 
 
 def test_exact_accuracy_is_the_probability_of_the_answer(made: Path) -> None:

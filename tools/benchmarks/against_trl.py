@@ -1,10 +1,15 @@
-"""The quickstart against TRL's GRPOTrainer: same model, prompts, batch, generations, optimizer and schedule.
+"""GRPO against TRL's GRPOTrainer and a plain loop: same model, prompts, batch, generations, optimizer and schedule.
 
 python tools/benchmarks/against_trl.py models/tiny-sort [--steps 150]
 
-Makes an environment of its own for TRL (--environment), runs TRL, this project without and with pruning one after
-the other, one thread each, and prints for each the training seconds and processor seconds a step, and what it had
-spent at the first validation of at least --target. Validation is outside of all times.
+Makes an environment of its own for TRL (--environment), runs TRL, the plain loop of plain_worker.py, and this project
+without and with pruning one after the other, one thread each. Prints for each the training seconds and processor
+seconds a step, and what it had spent at the first validation of at least --target. Validation is not timed.
+
+A larger model with longer answers, whose weights are random, so that only the steps' times mean anything:
+
+python tools/make_tiny_model.py models/sort-30M --size 30M --max-digits 64 --steps 0
+python tools/benchmarks/against_trl.py models/sort-30M --steps 5 --prompts 8 --validation 1 --partial-credit
 """
 
 import argparse
@@ -17,21 +22,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.benchmarks.grpo_task import GENERATIONS, Point, Task, arguments, read_points
+from tools.benchmarks.timing import spent_at_lines
+
 REPOSITORY = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("trl_worker.py")
+WORKERS = Path(__file__).parent
 TRL = "trl==1.16.0"
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A validation and what was spent until then. tokens: completion tokens sampled, and trained on."""
-
-    step: int
-    accuracy: float
-    seconds: float
-    processor_seconds: float
-    sampled_tokens: int
-    trained_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +55,26 @@ def environment_with(package: str, directory: Path) -> Path:
     return python
 
 
-def run_trl(python: Path, model: Path, *, steps: int, seed: int) -> Contender:
-    """TRL's run in its environment."""
+def run_worker(name: str, python: Path, worker: str, task: Task) -> Contender:
+    """A worker's run."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "points.json"
-        command = [python, WORKER, model, output, "--steps", str(steps), "--seed", str(seed)]
+        command = [python, WORKERS / worker, *arguments(task, output)]
         subprocess.run(command, check=True, env=_one_thread(), stdout=subprocess.DEVNULL)
-        points = tuple(Point(**point) for point in json.loads(output.read_text()))
-    return Contender("TRL GRPOTrainer", points)
+        return Contender(name, read_points(json.loads(output.read_text())))
 
 
-def run_ours(name: str, model: Path, *, steps: int, seed: int, overrides: tuple[str, ...]) -> Contender:
+def run_ours(name: str, task: Task, *, overrides: tuple[str, ...]) -> Contender:
     """A run of the quickstart, as a user starts it."""
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
-        command = [sys.executable, "-m", "dppo_megatron", "train", REPOSITORY / "examples" / "quickstart.yaml"]
-        command += [f"policy.model_name={model}", f"logger.log_dir={run}", f"grpo.max_num_steps={steps}"]
-        command += [f"policy.megatron_cfg.scheduler.lr_decay_iters={steps}", f"grpo.seed={seed}"]
-        command += [
-            "checkpointing.enabled=false",
-            "dppo.save_hf=false",
-            "logger.tensorboard_enabled=false",
-            *overrides,
-        ]
-        before = os.times().children_user + os.times().children_system
-        subprocess.run(command, check=True, env=_one_thread(), stdout=subprocess.DEVNULL)
-        spent = os.times().children_user + os.times().children_system - before
+        command = [sys.executable, "-m", "dppo_megatron", "train", str(REPOSITORY / "examples" / "quickstart.yaml")]
+        command += [f"logger.log_dir={run}", *_overrides(task), *overrides]
+        at_lines = spent_at_lines(command, run / "metrics.jsonl", env=_one_thread())
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    # Processor time is known for the whole process only; start-up is counted against us.
-    total = sum(line["timing/train/total_step_time"] for line in lines)
+    # Processor time is known at the ends of steps, and divided over what a step does by wall time.
+    spent = at_lines[max(at_lines)][1] - at_lines[min(line for line in at_lines if line)][1]
+    rate = spent / sum(line["timing/train/total_step_time"] for line in lines[1:])
     points, seconds, sampled, trained = [], 0.0, 0, 0
     for line in lines:
         outside = line["timing/validation/total_validation_time"] + line["timing/train/checkpointing"]
@@ -96,9 +83,29 @@ def run_ours(name: str, model: Path, *, steps: int, seed: int, overrides: tuple[
         trained += line["train/global_valid_toks"]
         accuracy = line.get("validation/accuracy")
         if accuracy is not None:
-            share = spent * seconds / total
-            points.append(Point(line["step"] + 1, accuracy, seconds, share, sampled, trained))
+            points.append(Point(line["step"] + 1, accuracy, seconds, rate * seconds, sampled, trained))
     return Contender(name, tuple(points))
+
+
+def _overrides(task: Task) -> list[str]:
+    values = {
+        "policy.model_name": task.model,
+        "policy.max_total_sequence_length": task.longest_prompt + task.new_tokens,
+        "policy.generation.max_new_tokens": task.new_tokens,
+        "policy.train_global_batch_size": task.prompts * GENERATIONS,
+        "policy.megatron_cfg.scheduler.lr_decay_iters": task.steps,
+        "grpo.seed": task.seed,
+        "grpo.max_num_steps": task.steps,
+        "grpo.num_prompts_per_step": task.prompts,
+        "grpo.max_val_samples": task.validation,
+        "grpo.val_period": task.period,
+        "checkpointing.enabled": "false",
+        "dppo.save_hf": "false",
+        "logger.tensorboard_enabled": "false",
+    }
+    if task.partial_credit:
+        values["dppo.reward.function"] = "tools.benchmarks.grpo_task:score"
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def _one_thread() -> dict[str, str]:
@@ -133,12 +140,27 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.8)
     parser.add_argument("--environment", type=Path, default=Path(".bench/trl"), help="where TRL is installed")
+    parser.add_argument("--prompts", type=int, default=32, help="a step, 8 completions each")
+    parser.add_argument("--validation", type=int, default=256, help="held-out problems, four samples each")
+    parser.add_argument(
+        "--partial-credit", action="store_true", help="reward the share of right characters, for an untrained model"
+    )
     options = parser.parse_args()
-    model, python = options.model.resolve(), environment_with(TRL, options.environment.absolute())
-    runs = {"steps": options.steps, "seed": options.seed}
-    contenders = [run_trl(python, model, **runs)]
-    contenders.append(run_ours("ours, GRPO", model, **runs, overrides=("dppo.enabled=false",)))
-    contenders.append(run_ours("ours, DPPO", model, **runs, overrides=()))
+    task = Task(
+        model=options.model.resolve(),
+        steps=options.steps,
+        seed=options.seed,
+        prompts=options.prompts,
+        validation=options.validation,
+        partial_credit=options.partial_credit,
+    )
+    python = environment_with(TRL, options.environment.absolute())
+    contenders = [
+        run_worker("TRL GRPOTrainer", python, "trl_worker.py", task),
+        run_worker("plain loop", Path(sys.executable), "plain_worker.py", task),
+        run_ours("ours, GRPO", task, overrides=("dppo.enabled=false",)),
+        run_ours("ours, DPPO", task, overrides=()),
+    ]
     print_table(contenders, target=options.target)
 
 

