@@ -57,11 +57,13 @@ class HashingFile:
     def write(self, data: bytes | memoryview) -> None:
         """Append."""
         hashing = self._thread.submit(self._hash.update, data)
-        self._file.write(data)
-        self._file.flush()
+        try:
+            self._file.write(data)
+            self._file.flush()
+        finally:
+            hashing.result()  # the caller may use the memory again
         self._start_writing_out(len(data))
         self.num_bytes += len(data)
-        hashing.result()
 
     def _start_writing_out(self, length: int) -> None:
         # Else the disk is idle until the end, and all of the file then waits for it.

@@ -35,7 +35,8 @@ from dppo_megatron.parallel.hf_names import Fusion, Parameter
 from dppo_megatron.parallel.safetensors_file import FileRecord, HashingFile
 
 METADATA_FILE = ".metadata"
-_CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES = 16 * 2**20
+"""Small enough that the allocator uses memory again instead of asking the system for new pages each time."""
 _NORMS = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
 _EMPTY_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
@@ -190,6 +191,8 @@ class ChunkFile:
 def write_chunks(path: Path, tensors: Iterable[tuple[Parameter, Tensor]]) -> ChunkFile:
     """Write whole parameters into one file, in chunks of rows; they are taken one by one."""
     chunks = []
+    # Through memory, because torch.save hides a disk's error behind its own; the same memory for all.
+    buffer = io.BytesIO()
     with HashingFile(path) as file:
         for parameter, tensor in tensors:
             lead = () if parameter.layer is None else (parameter.layer,)
@@ -200,11 +203,11 @@ def write_chunks(path: Path, tensors: Iterable[tuple[Parameter, Tensor]]) -> Chu
                 if len(block) < len(tensor):
                     block = block.clone()  # saving a view would save all of its storage
                 block = block.view(*(1 for _ in lead), *block.shape)
-                # Through memory: torch.save hides a disk's error behind its own.
-                buffer = io.BytesIO()
+                buffer.seek(0)
                 torch.save(block, buffer)
-                file.write(buffer.getbuffer())
-                length = file.num_bytes - begin
+                length = buffer.tell()
+                with buffer.getbuffer() as memory, memory[:length] as written:
+                    file.write(written)
                 offsets = (*lead, start, *rest)
                 chunks.append(Chunk(checkpoint_key(parameter), offsets, tuple(block.shape), path.name, begin, length))
     return ChunkFile(file.record(), tuple(chunks))
