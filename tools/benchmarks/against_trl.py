@@ -1,6 +1,6 @@
 """GRPO against TRL's GRPOTrainer and a plain loop: same model, prompts, batch, generations, optimizer and schedule.
 
-python tools/benchmarks/against_trl.py models/tiny-sort [--steps 150]
+python -m tools.benchmarks.against_trl models/tiny-sort [--steps 150]
 
 Makes an environment of its own for TRL (--environment), runs TRL, the plain loop of plain_worker.py, and this project
 without and with pruning one after the other, one thread each. Prints for each the training seconds and processor
@@ -9,7 +9,7 @@ seconds a step, and what it had spent at the first validation of at least --targ
 A larger model with longer answers, whose weights are random, so that only the steps' times mean anything:
 
 python tools/make_tiny_model.py models/sort-30M --size 30M --max-digits 64 --steps 0
-python tools/benchmarks/against_trl.py models/sort-30M --steps 5 --prompts 8 --validation 1 --partial-credit
+python -m tools.benchmarks.against_trl models/sort-30M --steps 5 --prompts 8 --validation 1 --partial-credit
 """
 
 import argparse

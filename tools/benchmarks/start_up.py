@@ -1,6 +1,6 @@
 """How long a user waits: help, the resolved configuration, the plan, the first step of the quickstart.
 
-python tools/benchmarks/start_up.py models/tiny-sort
+python -m tools.benchmarks.start_up models/tiny-sort
 
 Wall and processor seconds of the whole process, of the first step until it is logged; medians of three starts.
 """

@@ -1,6 +1,6 @@
 """A training step of the policy on packed rows against a plain loop of Hugging Face's model, torch and AdamW.
 
-python tools/benchmarks/training_step.py models/tiny-sort [--turns 3] [--profile] [--json]
+python -m tools.benchmarks.training_step models/tiny-sort [--turns 3] [--profile] [--json]
 
 Both take the same sequences, advantages and weights through the GRPO loss, clip the gradient to a norm of 1 and let
 AdamW step. The plain loop does it in two ways: padded on the right to the longest of the batch, where causal
