@@ -1,6 +1,7 @@
 """What a user sees when something breaks, that nothing is lost, and that the next start goes on."""
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -163,3 +164,28 @@ def test_a_run_that_must_have_saved_by_some_time_saves_and_asks_for_another_star
         assert "stopped by checkpointing.checkpoint_must_save_by" in run.said
         done = num_steps_logged(tmp_path / "run")
         assert (tmp_path / "run" / "checkpoints" / f"step_{done}").is_dir()
+
+
+JUMPING_CLOCK = """
+import itertools, time
+
+true_time, calls = time.time, itertools.count()
+time.time = lambda: true_time() + (86400.0 if next(calls) % 2 else -86400.0)
+"""
+
+
+@pytest.mark.soak
+def test_a_clock_that_jumps_by_days_disturbs_nothing(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(JUMPING_CLOCK)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'clock'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    limits = ("checkpointing.checkpoint_must_save_by=00:02:00", "dppo.watchdog.min_seconds=600")
+    with FaultyRun(tmp_path, job(tiny_model, tmp_path / "run", *TWO, *limits)) as run:
+        assert run.end() == 0, run.said
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    seconds = [value for line in lines for name, value in line.items() if name.startswith("timing/")]
+    assert len(lines) == 6
+    assert min(seconds) >= 0.0
+    assert max(seconds) < 3600.0
