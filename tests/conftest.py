@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,16 @@ from safetensors.torch import load_file, save_file
 from tools.make_tiny_model import make_tiny_model
 
 Launch = Callable[..., None]
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What a process that joins a process group finds, or puts, into its environment."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_a_place() -> Iterator[None]:
+    """A module that joins a group in this process leaves its place to no later one, nor to what that starts."""
+    yield
+    for name in PLACE:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +66,7 @@ def launch() -> Launch:
         here = Path(__file__).parent
         path = os.pathsep.join([str(here), str(here / "end_to_end"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        for name in PLACE:
             environment.pop(name, None)
         result = subprocess.run(
             [*command, str(script), *map(str, arguments)],
