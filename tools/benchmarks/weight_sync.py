@@ -1,6 +1,6 @@
 """Measure the way of weights from a sharded policy into vLLM, by bucket size, on a model of random weights.
 
-torchrun --nproc-per-node=2 tools/benchmarks/weight_sync.py MODEL_DIR [--layers 30] [--repeats 3]
+torchrun --standalone --nproc-per-node=2 -m tools.benchmarks.weight_sync MODEL_DIR [--layers 30] [--repeats 3]
 
 MODEL_DIR is made where it does not exist (135 million parameters with 30 layers). The trainer's layout is TP over
 all processes; engines have one rank, or one engine has all. Without vLLM the last column stays empty.
