@@ -16,6 +16,8 @@ from dppo_megatron.config.schema import (
     PolicyConfig,
     SchedulerConfig,
 )
+from dppo_megatron.parallel.exchange import gather_scores
+from dppo_megatron.parallel.mesh import Mesh
 
 LEARNING_RATE, EPSILON, BETAS, CLIP = 1e-2, 1e-2, (0.9, 0.95), 0.5
 """Adam's epsilon is large so that parameters compare: with 1e-8 the first steps are signs, and a gradient near
@@ -195,6 +197,21 @@ class ReferenceUpdate:
     first: dict[str, torch.Tensor]
     second: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+
+
+def gathered_scores(step: ToyStep, mesh: Mesh) -> ScoredBatch:
+    """The step's scores, each rank contributing those of its own prompts, and rank + 1 answers without a verdict."""
+    prompts = np.arange(mesh.world.rank, len(step.rollouts.prompts), mesh.world.size)
+    mine = (prompts[:, None] * NUM_GENERATIONS + np.arange(NUM_GENERATIONS)).ravel()
+    return gather_scores(
+        share_of(step, rank=mesh.world.rank, size=mesh.world.size),
+        step.scores.rewards[mine],
+        step.scores.advantages[mine],
+        kept=step.scores.prompts,
+        num_generations=NUM_GENERATIONS,
+        num_failures=mesh.world.rank + 1,
+        over=mesh.world,
+    )
 
 
 def reference_update(

@@ -61,34 +61,22 @@ def stream_parts(
     )
     for bucket in buckets(parameters, mesh.tp.size, bucket_bytes):
         rows = [parameters.table[number] for number in bucket]
-        tensors = _new_tensors(rows, parameters)
-        _move(rows, tensors, parameters=parameters, routes=routes, mesh=mesh)
-        yield from tensors.items()
+        yield from _parts(rows, parameters=parameters, routes=routes, mesh=mesh).items()
     if parameters.architecture.tied:
-        rows = [parameters.table[0]]
-        tensors = _new_tensors(rows, parameters)
-        _move(rows, tensors, parameters=parameters, routes=routes, mesh=mesh)
-        yield "lm_head.weight", tensors[rows[0].hf_names[0]]
+        ((_, embedding),) = _parts(parameters.table[:1], parameters=parameters, routes=routes, mesh=mesh).items()
+        yield "lm_head.weight", embedding
 
 
-def _new_tensors(rows: Sequence[Parameter], parameters: StageParameters) -> dict[str, Tensor]:
+def _parts(
+    rows: Sequence[Parameter], *, parameters: StageParameters, routes: Routes, mesh: Mesh
+) -> dict[str, Tensor]:
+    """The tensors of a bucket by name, this rank's part of them set."""
     example = next(iter(parameters.local.values()))
-    return {
+    tensors = {
         name: example.new_empty(shape)
         for row in rows
         for name, shape in zip(row.hf_names, hf_shapes(row, parameters.architecture), strict=True)
     }
-
-
-def _move(
-    rows: Sequence[Parameter],
-    tensors: dict[str, Tensor],
-    *,
-    parameters: StageParameters,
-    routes: Routes,
-    mesh: Mesh,
-) -> None:
-    """Fill this rank's part of the tensors of a bucket."""
 
     def chosen(kind: dict[str, list[Transfer]]) -> list[Transfer]:
         return [transfer for row in rows for transfer in kind.get(row.name, ())]
@@ -111,7 +99,6 @@ def _move(
     targets = [place(transfer.slab) for transfer in received]
     for transfer, target in zip(received, targets, strict=True):
         receive_counts[transfer.source] += target.numel()
-    example = next(iter(tensors.values()))
     flat = collectives.exchange_tensors(
         torch.cat([example.new_empty(0), *pieces]),
         mesh.world,
@@ -120,3 +107,4 @@ def _move(
     )
     for target, piece in zip(targets, flat.split([target.numel() for target in targets]), strict=True):
         target.copy_(piece.view(target.shape))
+    return tensors

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from layout_worker import deal_evenly, gathered_scores, layout_of
+from layout_worker import deal_evenly, layout_of
 from matrix import LAYOUTS
 from safetensors.torch import save_file
-from toy_step import TEMPERATURE, ToyStep, make_step, megatron_config, policy_config, share_of
+from toy_step import TEMPERATURE, ToyStep, gathered_scores, make_step, megatron_config, policy_config, share_of
 from transformers import AutoConfig
 
 from dppo_megatron import device

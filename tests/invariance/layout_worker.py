@@ -18,15 +18,15 @@ from safetensors.torch import load_file, save_file
 from suite import step_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from toy_step import NUM_GENERATIONS, TEMPERATURE, ToyStep, policy_config, share_of
+from toy_step import TEMPERATURE, ToyStep, gathered_scores, policy_config, share_of
 from transformers import AutoConfig
 
 from dppo_megatron import device
 from dppo_megatron.architecture import read_architecture
-from dppo_megatron.batches import PackedRow, RowPlan, ScoredBatch
+from dppo_megatron.batches import PackedRow, RowPlan
 from dppo_megatron.config.schema import LossConfig, MegatronConfig, SequencePackingConfig
 from dppo_megatron.parallel import collectives, hf_weights
-from dppo_megatron.parallel.exchange import exchange, gather_scores
+from dppo_megatron.parallel.exchange import exchange
 from dppo_megatron.parallel.mesh import Mesh, lay_out
 from dppo_megatron.parallel.policy import Policy
 from dppo_megatron.parallel.resharding import engine_slabs
@@ -229,21 +229,6 @@ def poison(rows: Sequence[PackedRow], mesh: Mesh) -> list[PackedRow]:
     if mesh.dp.is_last:
         return [replace(rows[0], advantages=rows[0].advantages * float("inf")), *rows[1:]]
     return list(rows)
-
-
-def gathered_scores(step: ToyStep, mesh: Mesh) -> ScoredBatch:
-    """The step's scores, each rank contributing those of its own prompts, and rank + 1 answers without a verdict."""
-    prompts = np.arange(mesh.world.rank, len(step.rollouts.prompts), mesh.world.size)
-    mine = (prompts[:, None] * NUM_GENERATIONS + np.arange(NUM_GENERATIONS)).ravel()
-    return gather_scores(
-        share_of(step, rank=mesh.world.rank, size=mesh.world.size),
-        step.scores.rewards[mine],
-        step.scores.advantages[mine],
-        kept=step.scores.prompts,
-        num_generations=NUM_GENERATIONS,
-        num_failures=mesh.world.rank + 1,
-        over=mesh.world,
-    )
 
 
 def token_logprobs(policy: Policy, rows: Sequence[PackedRow], plan: RowPlan, step: ToyStep, mesh: Mesh) -> Tensor:

@@ -9,11 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from toy_step import NUM_GENERATIONS, TEMPERATURE, make_step, megatron_config, policy_config, share_of
+from toy_step import (
+    TEMPERATURE,
+    gathered_scores,
+    make_step,
+    megatron_config,
+    policy_config,
+    share_of,
+)
 from transformers import AutoConfig
 
 from dppo_megatron import device
@@ -21,7 +27,7 @@ from dppo_megatron.architecture import read_architecture
 from dppo_megatron.batches import PackedRow
 from dppo_megatron.config.fp8 import Fp8Config
 from dppo_megatron.config.schema import LossConfig, SequencePackingConfig
-from dppo_megatron.parallel.exchange import exchange, gather_scores
+from dppo_megatron.parallel.exchange import exchange
 from dppo_megatron.parallel.fp8_scaling import DelayedScaling
 from dppo_megatron.parallel.mesh import Mesh, lay_out
 from dppo_megatron.parallel.policy import Policy
@@ -33,18 +39,7 @@ from dppo_megatron.rl.packing import plan_rows
 def rows_of(mesh: Mesh) -> list[PackedRow]:
     """This rank's rows of the toy step, all of one rank in one row."""
     step = make_step()
-    mine = np.arange(mesh.world.rank, len(step.rollouts.prompts), mesh.world.size)
-    samples = (mine[:, None] * NUM_GENERATIONS + np.arange(NUM_GENERATIONS)).ravel()
-    rollouts = share_of(step, rank=mesh.world.rank, size=mesh.world.size)
-    scores = gather_scores(
-        rollouts,
-        step.scores.rewards[samples],
-        step.scores.advantages[samples],
-        kept=step.scores.prompts,
-        num_failures=0,
-        num_generations=NUM_GENERATIONS,
-        over=mesh.world,
-    )
+    rollouts, scores = share_of(step, rank=mesh.world.rank, size=mesh.world.size), gathered_scores(step, mesh)
     multiples = padding_multiples(mesh.layout)
     plan = plan_rows(
         step.plan.lengths,

@@ -13,14 +13,21 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from toy_step import NUM_GENERATIONS, TEMPERATURE, make_step, megatron_config, policy_config, share_of
+from toy_step import (
+    TEMPERATURE,
+    gathered_scores,
+    make_step,
+    megatron_config,
+    policy_config,
+    share_of,
+)
 from transformers import AutoConfig
 
 from dppo_megatron import device
 from dppo_megatron.architecture import read_architecture
 from dppo_megatron.batches import RowPlan
 from dppo_megatron.config.schema import LossConfig, SequencePackingConfig
-from dppo_megatron.parallel.exchange import exchange, gather_scores
+from dppo_megatron.parallel.exchange import exchange
 from dppo_megatron.parallel.mesh import Mesh, lay_out
 from dppo_megatron.parallel.policy import Policy, Reference
 from dppo_megatron.parallel.regrouping import lengths_in, regroup
@@ -51,18 +58,7 @@ def plan_of(lengths: np.ndarray, packing: dict[str, Any], mesh: Mesh, *, capacit
 def gradients(policy: Policy, mesh: Mesh, reference: Reference, packing: dict[str, Any]) -> dict[str, Tensor]:
     """The gradients of one update without a step (the rate is 0), the log-probs passes in rows of their own."""
     step = make_step()
-    mine = np.arange(mesh.world.rank, len(step.rollouts.prompts), mesh.world.size)
-    samples = (mine[:, None] * NUM_GENERATIONS + np.arange(NUM_GENERATIONS)).ravel()
-    rollouts = share_of(step, rank=mesh.world.rank, size=mesh.world.size)
-    scores = gather_scores(
-        rollouts,
-        step.scores.rewards[samples],
-        step.scores.advantages[samples],
-        kept=step.scores.prompts,
-        num_generations=NUM_GENERATIONS,
-        num_failures=mesh.world.rank + 1,
-        over=mesh.world,
-    )
+    rollouts, scores = share_of(step, rank=mesh.world.rank, size=mesh.world.size), gathered_scores(step, mesh)
     plan = plan_of(step.plan.lengths, packing, mesh, capacity=packing["capacity"], dp_size=mesh.dp.size)
     rows = exchange(rollouts, step.plan, plan, scores=scores, token_level_loss=False, mesh=mesh)
     regrouping = None

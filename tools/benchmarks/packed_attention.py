@@ -1,13 +1,10 @@
 """Measure attention over a packed row against its sequences one by one, forward and backward, on the CPU.
 
-python tools/benchmarks/packed_attention.py [--repeats 41] [--json]
+python -m tools.benchmarks.packed_attention [--repeats 41] [--json]
 """
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
@@ -22,6 +19,7 @@ from dppo_megatron.batches import IntArray, PackedRow
 from dppo_megatron.parallel.layer_spec import PackedAttention
 from dppo_megatron.parallel.rotary import rotary_frequencies
 from dppo_megatron.parallel.row_layout import RowLayout, row_layout
+from tools.benchmarks.timing import interleaved_medians
 
 MODELS = {"quickstart": (4, 2, 16), "30M": (8, 2, 64)}  # query heads, key-value heads, head size
 SPREADS = ("even", "spread", "one long")
@@ -123,18 +121,6 @@ def draw_heads(num_tokens: int, architecture: Architecture) -> list[Tensor]:
     return [torch.randn(num_tokens, count, architecture.head_dim, requires_grad=True) for count in counts]
 
 
-def interleaved_medians(actions: list[Callable[[], None]], *, repeats: int) -> list[float]:
-    """Median processor milliseconds of each action, the actions in turn."""
-    seconds: list[list[float]] = [[] for _ in actions]
-    for repeat in range(repeats + 2):
-        for action, times in zip(actions, seconds, strict=True):
-            start = time.process_time()
-            action()
-            if repeat > 1:  # the first two warm up
-                times.append(time.process_time() - start)
-    return [1e3 * statistics.median(times) for times in seconds]
-
-
 def measure(model: str, *, spread: str, num_sequences: int, repeats: int) -> Timing:
     """Time one row of sequences both ways."""
     architecture, lengths = architecture_of(model), draw_lengths(num_sequences, spread=spread)
@@ -152,7 +138,9 @@ def measure(model: str, *, spread: str, num_sequences: int, repeats: int) -> Tim
         for tensors, layout in zip(parts, alone, strict=True):
             run(tensors, layout)
 
-    row_ms, parts_ms = interleaved_medians([lambda: run(heads, whole), one_by_one], repeats=repeats)
+    row_ms, parts_ms = (
+        1e3 * value for value in interleaved_medians([lambda: run(heads, whole), one_by_one], turns=repeats)
+    )
     return Timing(
         model=model,
         spread=spread,
