@@ -27,11 +27,24 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
 CHARACTERS = "0123456789=+-*() ?:,.abcdefghijklmnopqrstuvwxyz!\"'#%&/;<>[]_|"  # with the above: 64 entries
 MIN_DIGITS, MAX_DIGITS = 3, 8
-SIZES = {"100k": (64, 2, 4, 16), "30M": (512, 8, 8, 64)}  # hidden size, layers, heads, head's size
 NUM_WARM_START, NUM_TRAIN, NUM_VALIDATION = 8000, 2000, 256
 RIGHT_FRACTION = 0.35
-BATCH_SIZE, LEARNING_RATE, WARM_UP_STEPS = 64, 4e-3, 50
+BATCH_SIZE, WARM_UP_STEPS = 64, 50
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "data/train.jsonl", "data/validation.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model's shape, and the peak learning rate of its warm start."""
+
+    hidden: int
+    layers: int
+    heads: int
+    head_dim: int
+    learning_rate: float
+
+
+SIZES = {"100k": Size(64, 2, 4, 16, 4e-3), "30M": Size(512, 10, 8, 64, 1e-3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +78,15 @@ def make_model(
 
     size: of SIZES. head_dim: None for that of the size.
     """
-    hidden, layers, heads, usual_head_dim = SIZES[size]
+    shape = SIZES[size]
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
         num_key_value_heads=2,
-        head_dim=head_dim or usual_head_dim,
-        intermediate_size=3 * hidden,
+        head_dim=head_dim or shape.head_dim,
+        intermediate_size=3 * shape.hidden,
         max_position_embeddings=max(256, 2 * max_digits + 2),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
@@ -116,12 +129,20 @@ def _encode(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> 
     return tokens, labels
 
 
-def warm_start(model: Qwen3ForCausalLM, *, tokens: Tensor, labels: Tensor, steps: int, stream: random.Random) -> None:
+def warm_start(
+    model: Qwen3ForCausalLM,
+    *,
+    tokens: Tensor,
+    labels: Tensor,
+    steps: int,
+    learning_rate: float,
+    stream: random.Random,
+) -> None:
     """Train the model on encoded problems, next-token cross entropy, printing a line every 50 steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
     started = time.perf_counter()
     for step in range(steps):
-        rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * max(0.02, 1 - step / steps)
+        rate = learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS) * max(0.02, 1 - step / steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         rows = torch.tensor(stream.choices(range(len(tokens)), k=BATCH_SIZE))
@@ -194,7 +215,8 @@ def make_tiny_model(
             tokenizer = make_tokenizer()
             model = make_model(tokenizer, size=size, head_dim=head_dim, max_digits=max_digits)
             tokens, labels = _encode([_imitated(problem, stream) for problem in seen], tokenizer)
-            warm_start(model, tokens=tokens, labels=labels, steps=steps, stream=stream)
+            rate = SIZES[size].learning_rate
+            warm_start(model, tokens=tokens, labels=labels, steps=steps, learning_rate=rate, stream=stream)
             tokens, labels = _encode(held_out, tokenizer)
             accuracy = exact_accuracy(model, tokens=tokens, labels=labels)
         model.save_pretrained(unfinished)

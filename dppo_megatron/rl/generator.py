@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from dppo_megatron.batches import (
@@ -21,6 +21,7 @@ from dppo_megatron.batches import (
     Sampling,
 )
 from dppo_megatron.rl.draws import Draws, hash_parts, to_unit_interval
+from dppo_megatron.rl.kv_cache import reserve_cache
 
 
 class Generator(Protocol):
@@ -137,7 +138,7 @@ class EmbeddedGenerator:
         token_ids, mask, positions = self._left_pad(prompts, limit=steps)
         width = token_ids.shape[1]
         # The group shares its prompt's forward pass: the cache is repeated behind it.
-        cache = DynamicCache(config=self._model.config)
+        cache = reserve_cache(self._model.config, capacity=width + steps - 1)
         logits = self._forward(token_ids, mask=mask[:, :width], positions=positions[:, :width], cache=cache)
         repeats = torch.from_numpy(copies).to(self._device)
         cache.batch_select_indices(repeats)
@@ -168,7 +169,7 @@ class EmbeddedGenerator:
             )
         return sampled.cpu().numpy(), logprobs.cpu().numpy()
 
-    def _forward(self, token_ids: Tensor, *, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def _forward(self, token_ids: Tensor, *, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Logits of the last position [n, V]; the cache grows by ``token_ids`` [n, tokens]."""
         # By position, because the cache's keyword differs between versions and a wrong one is swallowed.
         output = self._model(token_ids, mask, positions, cache, use_cache=True, logits_to_keep=1)
