@@ -6,10 +6,10 @@ Makes an environment of its own for TRL (--environment), runs TRL, the plain loo
 without and with pruning one after the other, one thread each. Prints for each the training seconds and processor
 seconds a step, and what it had spent at the first validation of at least --target. Validation is not timed.
 
-A larger model with longer answers, whose weights are random, so that only the steps' times mean anything:
+A compute-bound model with longer answers, of half as many prompts a step:
 
-python tools/make_tiny_model.py models/sort-30M --size 30M --max-digits 64 --steps 0
-python -m tools.benchmarks.against_trl models/sort-30M --steps 5 --prompts 8 --validation 1 --partial-credit
+python tools/make_tiny_model.py models/sort-30M --size 30M --max-digits 16 --steps 200
+python -m tools.benchmarks.against_trl models/sort-30M --prompts 16 --peak-rate 2e-4 --period 5 --validation 64
 """
 
 import argparse
@@ -93,6 +93,8 @@ def _overrides(task: Task) -> list[str]:
         "policy.max_total_sequence_length": task.longest_prompt + task.new_tokens,
         "policy.generation.max_new_tokens": task.new_tokens,
         "policy.train_global_batch_size": task.prompts * GENERATIONS,
+        "policy.megatron_cfg.optimizer.lr": task.peak_rate,
+        "policy.megatron_cfg.scheduler.lr_warmup_init": 0.3 * task.peak_rate,
         "policy.megatron_cfg.scheduler.lr_decay_iters": task.steps,
         "grpo.seed": task.seed,
         "grpo.max_num_steps": task.steps,
@@ -103,8 +105,6 @@ def _overrides(task: Task) -> list[str]:
         "dppo.save_hf": "false",
         "logger.tensorboard_enabled": "false",
     }
-    if task.partial_credit:
-        values["dppo.reward.function"] = "tools.benchmarks.grpo_task:score"
     return [f"{key}={value}" for key, value in values.items()]
 
 
@@ -142,9 +142,8 @@ def main() -> None:
     parser.add_argument("--environment", type=Path, default=Path(".bench/trl"), help="where TRL is installed")
     parser.add_argument("--prompts", type=int, default=32, help="a step, 8 completions each")
     parser.add_argument("--validation", type=int, default=256, help="held-out problems, four samples each")
-    parser.add_argument(
-        "--partial-credit", action="store_true", help="reward the share of right characters, for an untrained model"
-    )
+    parser.add_argument("--period", type=int, default=25, help="steps between validations")
+    parser.add_argument("--peak-rate", type=float, default=1e-3, help="learning rate after the warm-up")
     options = parser.parse_args()
     task = Task(
         model=options.model.resolve(),
@@ -152,7 +151,8 @@ def main() -> None:
         seed=options.seed,
         prompts=options.prompts,
         validation=options.validation,
-        partial_credit=options.partial_credit,
+        period=options.period,
+        peak_rate=options.peak_rate,
     )
     python = environment_with(TRL, options.environment.absolute())
     contenders = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-GENERATIONS, PEAK_RATE, WARM_UP_STEPS, PERIOD = 8, 1e-3, 3, 25
+GENERATIONS, WARM_UP_STEPS = 8, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +27,15 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A run. prompts: a step. new_tokens: of the longest right answer and its end. validation: problems."""
+    """A run. prompts: a step. validation: problems, at the end and every ``period`` steps. peak_rate: of learning."""
 
     model: Path
     steps: int
     seed: int
     prompts: int
     validation: int
-    partial_credit: bool
-
-    @property
-    def period(self) -> int:
-        """Steps between validations; the last one is always validated."""
-        return min(PERIOD, self.steps)
+    period: int
+    peak_rate: float
 
     def rows(self, split: str) -> list[dict[str, str]]:
         """Problems: ``input`` and ``output`` each."""
@@ -47,7 +43,7 @@ class Task:
 
     @property
     def new_tokens(self) -> int:
-        """A character is a token."""
+        """Of the longest right answer and its end: a character is a token."""
         return 1 + max(len(row["output"]) for row in self.rows("train"))
 
     @property
@@ -55,45 +51,34 @@ class Task:
         """In tokens."""
         return max(len(row["input"]) for split in ("train", "validation") for row in self.rows(split))
 
-    def reward(self, completion: str, answer: str, *, ended: bool) -> float:
-        """Of a completion without its end: exact and ended by itself, or the share of right characters."""
-        return score("", completion, answer) if self.partial_credit else float(ended and completion == answer)
-
-    def learning_rate(self, step: int) -> float:
-        """As a share of the peak: warm-up from 0.3 of it, then linearly to zero, as the quickstart has it."""
+    def schedule(self, step: int) -> float:
+        """The learning rate as a share of its peak: up from 0.3 of it, then linearly to zero, as the quickstart's."""
         if step < WARM_UP_STEPS:
             return 0.3 + 0.7 * step / WARM_UP_STEPS
         return max(0.0, (self.steps - step) / max(self.steps - WARM_UP_STEPS, 1))
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """The quickstart's."""
-        return torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+        return torch.optim.AdamW(model.parameters(), lr=self.peak_rate, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
 
 
-def score(prompt: str, completion: str, answer: str) -> float:
-    """The share of characters in their right places: a reward that even a model without training earns."""
-    right = sum(mine == theirs for mine, theirs in zip(completion, answer, strict=False))
-    return right / max(len(completion), len(answer))
+def reward(completion: str, answer: str, *, ended: bool) -> float:
+    """Of a completion without its end: 1 if it is the answer and ended by itself."""
+    return float(ended and completion == answer)
 
 
 def parse_task(description: str | None) -> tuple[Task, Path]:
     """A worker's command line: the task, and the file for its validations."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("task", type=json.loads, help="a Task, as JSON")
     parser.add_argument("output", type=Path)
-    for name in ("steps", "seed", "prompts", "validation"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--partial-credit", action="store_true")
-    values = vars(parser.parse_args())
-    output = values.pop("output")
-    return Task(**values), output
+    options = parser.parse_args()
+    return Task(**{**options.task, "model": Path(options.task["model"])}), options.output
 
 
 def arguments(task: Task, output: Path) -> list[str]:
     """The command line that ``parse_task`` reads."""
-    numbers = ("steps", "seed", "prompts", "validation")
-    flags = [part for name in numbers for part in (f"--{name}", str(getattr(task, name)))]
-    return [str(task.model), str(output), *flags, *(["--partial-credit"] if task.partial_credit else [])]
+    return [json.dumps({**asdict(task), "model": str(task.model)}), str(output)]
 
 
 class Ledger:
@@ -115,7 +100,7 @@ class Ledger:
         """Stop the clocks after so many steps, validate where it is due, start them again."""
         self.seconds += time.perf_counter() - self._wall
         self.processor += time.process_time() - self._cpu
-        if step % self.task.period == 0:
+        if step % self.task.period == 0 or step == self.task.steps:
             accuracy = self.accuracy(model)
             self.points.append(Point(step, accuracy, self.seconds, self.processor, self.sampled, self.sampled))
         self.start()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools.benchmarks.grpo_task import GENERATIONS, Ledger, Task, parse_task
+from tools.benchmarks.grpo_task import GENERATIONS, Ledger, Task, parse_task, reward
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def train(task: Task, model: torch.nn.Module, ledger: Ledger) -> None:
     rows, stream = task.rows("train"), random.Random(task.seed)
     encoded = [torch.tensor(tokenizer.encode(row["input"])) for row in rows]
     optimizer = task.optimizer(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, task.learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, task.schedule)
     ledger.start()
     for step in range(task.steps):
         chosen = stream.sample(range(len(rows)), task.prompts)
@@ -76,7 +76,7 @@ def train(task: Task, model: torch.nn.Module, ledger: Ledger) -> None:
         repeated = [row for row in chosen for _ in range(GENERATIONS)]
         rewards = torch.tensor(
             [
-                task.reward(text, rows[row]["output"], ended=end)
+                reward(text, rows[row]["output"], ended=end)
                 for text, row, end in zip(texts, repeated, ended, strict=True)
             ]
         ).view(-1, GENERATIONS)

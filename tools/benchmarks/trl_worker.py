@@ -7,7 +7,7 @@ from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from tools.benchmarks.grpo_task import GENERATIONS, Ledger, parse_task
+from tools.benchmarks.grpo_task import GENERATIONS, Ledger, parse_task, reward
 
 
 class Watch(TrainerCallback):
@@ -33,17 +33,17 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
     ledger = Ledger(task, tokenizer)
 
-    def reward(
+    def rewards(
         completions: list[str], completion_ids: list[list[int]], answer: list[str], **rest: Any
     ) -> list[float]:
         ledger.sampled += sum(len(ids) for ids in completion_ids)
         ended = [ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
-        return [task.reward(c, a, ended=e) for e, c, a in zip(ended, completions, answer, strict=True)]
+        return [reward(c, a, ended=e) for e, c, a in zip(ended, completions, answer, strict=True)]
 
     optimizer = task.optimizer(model)
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=reward,
+        reward_funcs=rewards,
         args=GRPOConfig(
             output_dir=str(output.parent / "trl"),
             per_device_train_batch_size=task.prompts * GENERATIONS,
@@ -70,7 +70,7 @@ def main() -> None:
         ),
         processing_class=tokenizer,
         callbacks=[Watch(ledger)],
-        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, task.learning_rate)),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, task.schedule)),
     )
     trainer.train()
     ledger.write(output)
