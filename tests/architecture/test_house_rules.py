@@ -106,3 +106,12 @@ def test_everything_public_says_what_it_is(path: Path) -> None:
 def test_the_command_line_starts_without_torch() -> None:
     top_level = [node for node in ast.parse((PACKAGE / "cli.py").read_text()).body if isinstance(node, ast.Import)]
     assert not [alias.name for node in top_level for alias in node.names if alias.name.startswith("torch")]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name != "__init__.py"], ids=name_of)
+def test_the_page_on_architecture_says_what_each_file_is(path: Path) -> None:
+    says = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0].rstrip(".")
+    folder = path.parent.relative_to(PACKAGE.parent)
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    section = page.split(f"### `{folder}/`\n")[1].split("\n### ")[0]
+    assert f"| `{path.stem}` | {says} |" in section

@@ -14,7 +14,6 @@ python -m tools.benchmarks.against_trl models/sort-30M --prompts 16 --peak-rate 
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import sysconfig
@@ -23,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.benchmarks.grpo_task import GENERATIONS, Point, Task, arguments, read_points
-from tools.benchmarks.timing import spent_at_lines
+from tools.benchmarks.own_run import one_thread, train
 
-REPOSITORY = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent
 TRL = "trl==1.16.0"
 
@@ -60,34 +58,12 @@ def run_worker(name: str, python: Path, worker: str, task: Task) -> Contender:
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "points.json"
         command = [python, WORKERS / worker, *arguments(task, output)]
-        subprocess.run(command, check=True, env=_one_thread(), stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, env=one_thread(), stdout=subprocess.DEVNULL)
         return Contender(name, read_points(json.loads(output.read_text())))
 
 
-def run_ours(name: str, task: Task, *, overrides: tuple[str, ...]) -> Contender:
-    """A run of the quickstart, as a user starts it."""
-    with tempfile.TemporaryDirectory() as scratch:
-        run = Path(scratch) / "run"
-        command = [sys.executable, "-m", "dppo_megatron", "train", str(REPOSITORY / "examples" / "quickstart.yaml")]
-        command += [f"logger.log_dir={run}", *_overrides(task), *overrides]
-        at_lines = spent_at_lines(command, run / "metrics.jsonl", env=_one_thread())
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    # Processor time is known at the ends of steps, and divided over what a step does by wall time.
-    spent = at_lines[max(at_lines)][1] - at_lines[min(line for line in at_lines if line)][1]
-    rate = spent / sum(line["timing/train/total_step_time"] for line in lines[1:])
-    points, seconds, sampled, trained = [], 0.0, 0, 0
-    for line in lines:
-        outside = line["timing/validation/total_validation_time"] + line["timing/train/checkpointing"]
-        seconds += line["timing/train/total_step_time"] - outside
-        sampled += line["dppo/rollout_tokens"]
-        trained += line["train/global_valid_toks"]
-        accuracy = line.get("validation/accuracy")
-        if accuracy is not None:
-            points.append(Point(line["step"] + 1, accuracy, seconds, rate * seconds, sampled, trained))
-    return Contender(name, tuple(points))
-
-
-def _overrides(task: Task) -> list[str]:
+def own_settings(task: Task) -> list[str]:
+    """The task as overrides of the quickstart."""
     values = {
         "policy.model_name": task.model,
         "policy.max_total_sequence_length": task.longest_prompt + task.new_tokens,
@@ -101,16 +77,8 @@ def _overrides(task: Task) -> list[str]:
         "grpo.num_prompts_per_step": task.prompts,
         "grpo.max_val_samples": task.validation,
         "grpo.val_period": task.period,
-        "checkpointing.enabled": "false",
-        "dppo.save_hf": "false",
-        "logger.tensorboard_enabled": "false",
     }
     return [f"{key}={value}" for key, value in values.items()]
-
-
-def _one_thread() -> dict[str, str]:
-    path = os.pathsep.join(part for part in (str(REPOSITORY), os.environ.get("PYTHONPATH", "")) if part)
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
 
 
 def print_table(contenders: list[Contender], *, target: float) -> None:
@@ -158,8 +126,8 @@ def main() -> None:
     contenders = [
         run_worker("TRL GRPOTrainer", python, "trl_worker.py", task),
         run_worker("plain loop", Path(sys.executable), "plain_worker.py", task),
-        run_ours("ours, GRPO", task, overrides=("dppo.enabled=false",)),
-        run_ours("ours, DPPO", task, overrides=()),
+        Contender("ours, GRPO", train([*own_settings(task), "dppo.enabled=false"])),
+        Contender("ours, DPPO", train(own_settings(task))),
     ]
     print_table(contenders, target=options.target)
 
