@@ -271,7 +271,7 @@ def _rollouts(run: RunData, drawn: set[str]) -> str:
     figures.add(
         "Finish reasons",
         ((metric_names.TRUNCATION_RATE, "cut at the limit"),),
-        note="the rest ended on a stop token",
+        note="cut at the limit of new tokens; the rest ended on a stop token",
         form="percent",
         include=(0,),
     )
