@@ -3,13 +3,14 @@
 python -m tools.benchmarks.against_trl models/tiny-sort [--steps 150]
 
 Makes an environment of its own for TRL (--environment), runs TRL, the plain loop of plain_worker.py, and this project
-without and with pruning one after the other, one thread each. Prints for each the training seconds and processor
-seconds a step, and what it had spent at the first validation of at least --target. Validation is not timed.
+without pruning, with the quickstart's and with the score that its docs advise, one after the other on one thread.
+Prints for each the training seconds and processor seconds a step, and what it had spent at the first validation of at
+least --target. Validation is not timed.
 
 A compute-bound model with longer answers, of half as many prompts a step:
 
 python tools/make_tiny_model.py models/sort-30M --size 30M --max-digits 16 --steps 200
-python -m tools.benchmarks.against_trl models/sort-30M --prompts 16 --peak-rate 2e-4 --period 5 --validation 64
+python -m tools.benchmarks.against_trl models/sort-30M --steps 50 --prompts 16 --peak-rate 5e-5 --period 5
 """
 
 import argparse
@@ -26,6 +27,7 @@ from tools.benchmarks.own_run import one_thread, train
 
 WORKERS = Path(__file__).parent
 TRL = "trl==1.16.0"
+SURPRISE = ("dppo.completion_pruning.policy=neyman", "dppo.completion_pruning.score=surprise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ def main() -> None:
         run_worker("plain loop", Path(sys.executable), "plain_worker.py", task),
         Contender("ours, GRPO", train([*own_settings(task), "dppo.enabled=false"])),
         Contender("ours, DPPO", train(own_settings(task))),
+        Contender("ours, DPPO surprise", train([*own_settings(task), *SURPRISE])),
     ]
     print_table(contenders, target=options.target)
 
