@@ -52,7 +52,8 @@ def train(run: Run, log: RunLog | SilentLog, watchdog: Watchdog) -> None:
     if run.validates_before(run.first_step):
         log.baseline(validate(run, run.first_step))
     clock, slowest = StageClock(on_stage=watchdog.watch), 0.0
-    mismatch = MismatchWatch(run.config.dppo.rollout.mismatch_warning)
+    fp8_training = run.config.policy.megatron_cfg.fp8_cfg.enabled
+    mismatch = MismatchWatch(run.config.dppo.rollout.mismatch_warning, fp8_training=fp8_training)
     for step in range(run.first_step, run.num_steps):
         draws, start = Draws(run.config.grpo.seed, step), StepStart(step, run.prompts.state())
         candidates = run.candidates.next_batch(draws)
