@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from dppo_megatron import __version__
+from dppo_megatron.commands.failures import EXIT_FAILED, complain
 
 COMMANDS = ("train", "plan", "config", "eval", "report", "compare", "show", "doctor")
 """Modules of ``dppo_megatron.commands``, in the order of --help; a new command is a module and a name here."""
@@ -18,7 +19,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parse(arguments)
     _set_up_messages()
-    sys.exit(import_module(f"dppo_megatron.commands.{options.command}").run(options, arguments))
+    try:
+        code = import_module(f"dppo_megatron.commands.{options.command}").run(options, arguments)
+    except OSError as error:  # a disk that is full or lost, a place that may not be written
+        code = complain(
+            f"a file could not be read or written: {error}; see that the directories which the command names "
+            "(logger.log_dir, checkpointing.checkpoint_dir, --output) are there, can be written and have room",
+            EXIT_FAILED,
+        )
+    sys.exit(code)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -7,14 +7,16 @@ _CAUSES = (
     "policy.megatron_cfg.bias_activation_fusion, an FP8 key-value cache or FP8 rollouts, "
     "an engine precision that is not policy.precision, and weights or a prefix cache of an earlier step"
 )
+_FP8_TRAINING = "FP8 training (policy.megatron_cfg.fp8_cfg), whose rounding the sampler does not share, "
 
 
 class MismatchWatch:
     """Says once that the disagreement is past its limit, and again only after it was below."""
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, *, fp8_training: bool) -> None:
         """``limit``: of ``dppo/sampler_mismatch``, the mean of exp(|log-prob difference|) - 1."""
         self._limit = limit
+        self._causes = f"{_FP8_TRAINING if fp8_training else ''}{_CAUSES}"
         self._is_past = False
 
     def note(self, record: StepRecord) -> str | None:
@@ -25,5 +27,5 @@ class MismatchWatch:
             return None
         return (
             f"warning: step {record.step + 1}: trainer and sampler disagree, {metric_names.SAMPLER_MISMATCH} = "
-            f"{value:.3g} is above dppo.rollout.mismatch_warning = {self._limit:g}; usual causes: {_CAUSES}"
+            f"{value:.3g} is above dppo.rollout.mismatch_warning = {self._limit:g}; usual causes: {self._causes}"
         )

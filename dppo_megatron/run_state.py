@@ -217,7 +217,10 @@ class RunState:
         state = json.loads((newest / "run_state.json").read_text())
         self._compare_fingerprint(state["fingerprint"], newest, world=policy.mesh.world)
         if not state["with_optimizer"]:
-            raise ValueError(f"{newest} was saved without the optimizer (checkpointing.save_optimizer: false)")
+            raise ValueError(
+                f"{newest} was saved without the optimizer (checkpointing.save_optimizer: false); start a new run "
+                "from its weights: policy.model_name, with another logger.log_dir and checkpoint_dir"
+            )
         load_policy(policy, newest / "policy")
         policy.continue_schedule(state["num_updates"])
         prompts.restore(state["prompts"])

@@ -52,7 +52,8 @@ def train(run: Run, log: RunLog | SilentLog, watchdog: Watchdog) -> None:
     if run.validates_before(run.first_step):
         log.baseline(validate(run, run.first_step))
     clock, slowest = StageClock(on_stage=watchdog.watch), 0.0
-    mismatch = MismatchWatch(run.config.dppo.rollout.mismatch_warning)
+    fp8_training = run.config.policy.megatron_cfg.fp8_cfg.enabled
+    mismatch = MismatchWatch(run.config.dppo.rollout.mismatch_warning, fp8_training=fp8_training)
     for step in range(run.first_step, run.num_steps):
         draws, start = Draws(run.config.grpo.seed, step), StepStart(step, run.prompts.state())
         candidates = run.candidates.next_batch(draws)
@@ -158,12 +159,16 @@ def _leave_report(directory: Path, mesh: Mesh, log: RunLog | SilentLog) -> None:
 
 
 def _lock_directories(config: Config, mesh: Mesh) -> ExitStack:
-    """Hold the run's directories, on the first rank; ValueError where another run is in one of them."""
+    """Hold the run's directories, on the first rank; ValueError where another run is there, or none can be."""
     checkpointing = config.checkpointing
     names = [config.logger.log_dir, *([checkpointing.checkpoint_dir] if checkpointing.enabled else [])]
     with ExitStack() as stack:
         for directory in sorted({Path(name).resolve() for name in names}) if mesh.world.is_first else ():
-            stack.enter_context(RunLock(directory))
+            try:
+                stack.enter_context(RunLock(directory))
+            except OSError as error:
+                what = f"logger.log_dir, checkpointing.checkpoint_dir: {directory} cannot be written ({error})"
+                raise ValueError(f"{what}; name another") from error
         return stack.pop_all()
 
 

@@ -124,6 +124,16 @@ def test_fresh_refuses_a_directory_that_is_in_use(tiny_model: Path, tmp_path: Pa
     assert_one_message(run(tiny_model, tmp_path, "--fresh"), 2, "--fresh", "logger.log_dir")
 
 
+def test_a_directory_that_cannot_be_written_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file stands there")
+    assert_one_message(run(tiny_model, tmp_path), 2, "logger.log_dir", str(tmp_path / "run"))
+
+
+def test_a_file_that_cannot_be_written_is_one_message_with_what_to_look_at(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)  # once the run has begun: like a disk that fails
+    assert_one_message(run(tiny_model, tmp_path), 1, "metrics.jsonl", "logger.log_dir")
+
+
 def test_help_and_version_need_no_torch() -> None:
     code = "import sys; from dppo_megatron.cli import _parser; _parser(); assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,5 +1,7 @@
 from dataclasses import fields
 
+import pytest
+
 from dppo_megatron import metric_names
 from dppo_megatron.mismatch import MismatchWatch
 from dppo_megatron.run_records import StepRecord
@@ -25,13 +27,13 @@ def record(step: int, mismatch: float) -> StepRecord:
 
 
 def test_a_disagreement_past_its_limit_is_told_once_until_it_was_below() -> None:
-    watch = MismatchWatch(0.05)
+    watch = MismatchWatch(0.05, fp8_training=False)
     told = [watch.note(record(step, value)) for step, value in enumerate((0.01, 0.05, 0.2, 0.3, 0.04, 0.06))]
     assert [note is not None for note in told] == [False, False, True, False, False, True]
 
 
 def test_the_note_names_the_step_the_value_and_the_usual_causes() -> None:
-    note = MismatchWatch(0.05).note(record(6, 0.1234))
+    note = MismatchWatch(0.05, fp8_training=False).note(record(6, 0.1234))
     assert note is not None
     for part in (
         "step 7",
@@ -42,3 +44,10 @@ def test_the_note_names_the_step_the_value_and_the_usual_causes() -> None:
         "FP8",
     ):
         assert part in note
+
+
+@pytest.mark.parametrize("fp8_training", [False, True])
+def test_fp8_training_is_a_cause_where_it_is_on(fp8_training: bool) -> None:
+    note = MismatchWatch(0.05, fp8_training=fp8_training).note(record(6, 0.1234))
+    assert note is not None
+    assert ("FP8 training" in note) == fp8_training

@@ -5,6 +5,7 @@ from typing import Any
 
 import psutil  # noqa: F401  (megatron-core's writer does not declare it, and hangs for ever without it)
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -32,11 +33,18 @@ def save_policy(policy: Policy, directory: Path, *, with_optimizer: bool) -> Non
 def load_policy(policy: Policy, directory: Path) -> None:
     """Restore model and optimizer from any layout; called by every rank.
 
-    Raises ValueError when the checkpoint has no optimizer state.
+    Raises ValueError where it holds another kind of optimizer state, none, or a model of other sizes.
     """
     with device.megatron_calls():
         state = _sharded_state(policy, with_optimizer=True, is_loading=True)
-        loaded: Any = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
+        try:
+            loaded: Any = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
+        except CheckpointingException as error:
+            raise ValueError(
+                f"{directory} holds another model or optimizer than this configuration ({error!s:.200}...); set back "
+                "policy.megatron_cfg.optimizer.use_distributed_optimizer or the model, or start a new run from its "
+                "weights: policy.model_name, with another logger.log_dir and checkpoint_dir"
+            ) from error
         for number, network in enumerate(policy.networks):
             network.load_state_dict(loaded["model"][str(number)])
         device.restore_first_steps(loaded["optimizer"])

@@ -195,7 +195,7 @@ def _cache_batches(lengths: IntArray, *, max_cache_tokens: int) -> Iterator[IntA
         longest = int(lengths[order[start]])
         if longest > max_cache_tokens:
             raise ValueError(
-                f"max_cache_tokens: {max_cache_tokens}; allowed: at least {longest}, "
+                f"dppo.rollout.max_cache_tokens: {max_cache_tokens}; allowed: at least {longest}, "
                 "the longest prompt with its new tokens"
             )
         stop = start + max_cache_tokens // longest

@@ -1,6 +1,5 @@
-"""What the pages for users say is true: their commands run, their messages exist, their links lead somewhere."""
+"""What the pages for users say is true: their commands run, tools have the options, links lead somewhere."""
 
-import ast
 import os
 import re
 import subprocess
@@ -100,28 +99,6 @@ def test_tools_have_the_options_that_pages_give_them(tool: str) -> None:
     assert done.returncode == 0, done.stderr
     for flag in (flag for name, flag in TOOLS if name == tool):
         assert flag in done.stdout, flag
-
-
-def messages() -> list[str]:
-    """Every text of the source, {} where a value is filled in."""
-    texts = []
-    for path in (ROOT / "dppo_megatron").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-            elif isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
-                texts.append("".join(map(str, parts)))
-    return texts
-
-
-HEADINGS = re.findall(r"^### `(.*)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize("heading", HEADINGS)
-def test_every_message_that_is_explained_is_one_that_is_given(heading: str) -> None:
-    pattern = ".*".join(re.escape(part.strip()) for part in heading.split("..."))
-    assert any(re.search(pattern, text, re.DOTALL) for text in messages()), heading
 
 
 @pytest.mark.parametrize("page", PAGES)

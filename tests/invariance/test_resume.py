@@ -203,6 +203,15 @@ def test_a_checkpoint_of_another_run_is_refused_by_name_and_accepted_by_name(roo
     assert len(metrics(run)) == 8
 
 
+def test_an_accepted_change_that_the_checkpoint_cannot_follow_is_one_message(root: Path, tiny_model: Path) -> None:
+    key = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
+    run, extra = copy_of(root / "halves", "other_optimizer"), (*SHARDED, f"dppo.checkpoint.accept_changed=[{key}]")
+    result = train(job(tiny_model, run, num_steps=8, extra=extra))
+    assert result.returncode == 2, result.stderr
+    assert key in result.stderr.split("dppo: error: ")[1]
+    assert "Traceback" not in result.stderr
+
+
 def test_a_damaged_checkpoint_is_set_aside_loudly_and_the_one_before_it_used(root: Path, tiny_model: Path) -> None:
     run = copy_of(root / "halves", "damaged")  # audited, as the run that never stopped
     shards = sorted((run / "checkpoints" / "step_6" / "policy").glob("*.distcp"))
