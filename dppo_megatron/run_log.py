@@ -1,5 +1,6 @@
 """The run's log: metrics.jsonl, TensorBoard, the console and summary.json."""
 
+import itertools
 import math
 from dataclasses import replace
 from io import TextIOWrapper
@@ -50,14 +51,16 @@ class RunLog:
     def resume_from(self, step: int) -> None:
         """Continue at a step: cut metrics.jsonl back to the steps before it and take up their totals.
 
-        step: the first that will be logged; 0 starts over in a directory that may hold an earlier run.
+        step: the first that will be logged; 0 starts over, and an earlier run's lines go to earlier_N/.
         Raises: RuntimeError where a line of metrics.jsonl, save a last one cut short, is not a step's.
         """
         assert self._metrics is None, "resume_from comes before the first step"
         path = self._directory / METRICS_FILE
         lines = read_metrics(path)
         kept = [(line, record) for line, record in lines if record.step < step]
-        if path.exists():
+        if lines and step == 0:
+            self.note(f"{path}: {len(lines)} steps of an earlier run, now in {_set_aside(path)}")
+        elif path.exists():
             atomic_write_text(path, "".join(line for line, _ in kept))
         for _, record in kept:
             self._totals = self._totals.with_step(record)
@@ -65,7 +68,7 @@ class RunLog:
         # What this start has said before it knew where it continues.
         self._messages = [replace(message, step=step) for message in self._messages]
         cut_messages(self._directory, step=step, latest=self._messages)
-        if len(kept) < len(lines):
+        if len(kept) < len(lines) and step > 0:
             self.note(f"{path}: {len(lines) - len(kept)} later steps dropped, going on at step {step + 1}")
         if len(kept) < step:
             self.note(f"{path}: {step - len(kept)} of the {step} steps done are missing, in the totals too")
@@ -219,6 +222,14 @@ class SilentLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _set_aside(path: Path) -> Path:
+    """Move a file into the first directory earlier_N beside it that is not there yet, where dppo report reads it."""
+    numbers = itertools.count(1)
+    directory = next(each for each in (path.parent / f"earlier_{n}" for n in numbers) if not each.exists())
+    directory.mkdir()
+    return path.rename(directory / path.name)
 
 
 def read_metrics(path: Path) -> list[tuple[str, StepRecord]]:

@@ -177,10 +177,12 @@ def test_an_earlier_runs_steps_are_not_mixed_with_a_new_runs(tmp_path: Path) -> 
     with open_log(tmp_path) as log, pytest.raises(RuntimeError, match="holds an earlier run"):
         log.step(a_step(0))
     assert len(lines(tmp_path)) == 2
-    with open_log(tmp_path) as log:
-        log.resume_from(0)
-        log.step(a_step(0))
+    for _ in range(2):
+        with open_log(tmp_path) as log:
+            log.resume_from(0)
+            log.step(a_step(0))
     assert len(lines(tmp_path)) == 1
+    assert [len(lines(tmp_path / f"earlier_{number}")) for number in (1, 2)] == [2, 1]
 
 
 def test_a_step_out_of_order_is_refused(tmp_path: Path) -> None:
