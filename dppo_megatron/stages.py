@@ -30,6 +30,7 @@ from dppo_megatron.rl.advantages import group_advantages
 from dppo_megatron.rl.audit import AuditReport, sketch
 from dppo_megatron.rl.draws import Draws, hash_parts
 from dppo_megatron.rl.evaluation import Evaluation, EvaluationSums
+from dppo_megatron.rl.generator import NonFiniteLogitsError
 from dppo_megatron.rl.merging import merge
 from dppo_megatron.rl.packing import PackingReport, plan_rows, report_packing
 from dppo_megatron.rl.prompts import count_earlier
@@ -59,43 +60,56 @@ class StepStart:
     prompts: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What an engine says of its failure; bad_weights: any engine would fail under them."""
+
+    text: str
+    bad_weights: bool
+
+
 class EngineError(RuntimeError):
     """An engine failed on one rank or several; raised on all of them, with what each says."""
+
+    def __init__(self, failures: Sequence[_Failure | None]) -> None:
+        """failures: each rank's, None where it has completions."""
+        said = (f"rank {rank}: {failure.text}" for rank, failure in enumerate(failures) if failure is not None)
+        super().__init__("; ".join(said))
+        self.bad_weights = any(failure.bad_weights for failure in failures if failure is not None)
 
 
 def sample(run: Run, share: PromptBatch, draws: Draws, *, start: StepStart) -> RolloutBatch:
     """This rank's completions. Raises Stopped on every rank where one was asked to stop meanwhile.
 
-    Where an engine fails: a checkpoint of the steps done, then EngineError on every rank.
+    Where an engine fails: a checkpoint of the steps done, save of weights that cannot be sampled from, then
+    EngineError on every rank.
     """
     work = partial(_completions, run, share, draws, run.sampling)
     # The ranks of a vLLM engine communicate as they sample: none may leave the others.
     outcome = _or_abandon(run, start, work, interruptible=run.config.dppo.rollout.engine != "vllm")
     try:
         return _agreed(run, outcome)
-    except EngineError:
+    except EngineError as error:
         run.prompts.restore(start.prompts)
-        save_stopped(run, Stopped("an engine failed", num_steps_done=start.step))
+        if not error.bad_weights:
+            save_stopped(run, Stopped("an engine failed", num_steps_done=start.step))
         raise
 
 
-def _completions(run: Run, share: PromptBatch, draws: Draws, sampling: Sampling) -> RolloutBatch | str:
-    # Or what the engine says of its failure.
+def _completions(run: Run, share: PromptBatch, draws: Draws, sampling: Sampling) -> RolloutBatch | _Failure:
     try:
         with run.room_for_rollouts():
             return run.generator.generate(share, draws, sampling)
     except RuntimeError as error:
-        return str(error)
+        return _Failure(str(error), bad_weights=isinstance(error, NonFiniteLogitsError))
 
 
-def _agreed(run: Run, outcome: RolloutBatch | str) -> RolloutBatch:
+def _agreed(run: Run, outcome: RolloutBatch | _Failure) -> RolloutBatch:
     """This rank's completions, where every rank has its own. Raises EngineError on every rank where not."""
-    failure = outcome if isinstance(outcome, str) else None
+    failure = outcome if isinstance(outcome, _Failure) else None
     if collectives.any_rank(failure is not None, run.mesh.world):
-        failures = collectives.gather_objects(failure, run.mesh.world)
-        said = (f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
-        raise EngineError("; ".join(said))
-    assert not isinstance(outcome, str)
+        raise EngineError(collectives.gather_objects(failure, run.mesh.world))
+    assert not isinstance(outcome, _Failure)
     return outcome
 
 
@@ -334,6 +348,14 @@ def try_to_validate(run: Run, num_steps_done: int) -> float | EngineError:
         return validate(run, num_steps_done)
     except EngineError as error:
         return error
+
+
+def is_saved(run: Run, step: int, failure: EngineError | None) -> bool:
+    """Whether a checkpoint follows a step: where one is due, and before an engine's failure ends the run.
+
+    Never of weights that cannot be sampled from: it would take the place of a good one.
+    """
+    return run.saves_after(step) if failure is None else not failure.bad_weights
 
 
 def save_checkpoint(run: Run, step: int, accuracy: float | None) -> Path | None:

@@ -27,6 +27,7 @@ from dppo_megatron.stages import (
     attach_logprobs,
     audit,
     complete_groups,
+    is_saved,
     leave_if_asked,
     pack_rows,
     publish_checkpoint,
@@ -84,7 +85,7 @@ def train(run: Run, log: RunLog | SilentLog, watchdog: Watchdog) -> None:
             accuracy = try_to_validate(run, step + 1) if run.validates_after(step) else None
             failure, accuracy = (accuracy, None) if isinstance(accuracy, EngineError) else (None, accuracy)
         with clock.stage("checkpoint"):
-            checkpoint = save_checkpoint(run, step, accuracy) if run.saves_after(step) or failure else None
+            checkpoint = save_checkpoint(run, step, accuracy) if is_saved(run, step, failure) else None
         seconds = clock.step_seconds()
         record = step_record(run, step, scores, batches, stats, audited=audited, accuracy=accuracy, seconds=seconds)
         log.step(record)

@@ -24,6 +24,10 @@ from dppo_megatron.rl.draws import Draws, hash_parts, to_unit_interval
 from dppo_megatron.rl.kv_cache import reserve_cache
 
 
+class NonFiniteLogitsError(RuntimeError):
+    """Weights under which nothing can be sampled: their logits are not finite."""
+
+
 class Generator(Protocol):
     """What samples completions under weights that it is handed.
 
@@ -37,7 +41,10 @@ class Generator(Protocol):
         ...
 
     def generate(self, prompts: PromptBatch, draws: Draws, sampling: Sampling) -> RolloutBatch:
-        """Sample completions of every prompt of this rank's share, which may be empty."""
+        """Sample completions of every prompt of this rank's share, which may be empty.
+
+        Raises: RuntimeError where the engine fails, NonFiniteLogitsError where it is the weights that do.
+        """
         ...
 
     def close(self) -> None:
@@ -233,7 +240,7 @@ def _to_rollouts(
 ) -> RolloutBatch:
     """Cut rows [N, steps] behind their first stop token, or at their limits [N]."""
     if not np.isfinite(logprobs).all():
-        raise RuntimeError(f"sampling: the model's logits are not finite (weights of version {version})")
+        raise NonFiniteLogitsError(f"sampling: the model's logits are not finite (weights of version {version})")
     columns = np.arange(sampled.shape[1])
     hits = np.isin(sampled, sampling.stop_token_ids) & (columns < limits[:, None])
     stopped = hits.any(axis=1)

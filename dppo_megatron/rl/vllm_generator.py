@@ -15,6 +15,7 @@ from torch import Tensor
 from dppo_megatron import device
 from dppo_megatron.batches import FinishReason, IntArray, PromptBatch, Ragged, RolloutBatch, Sampling
 from dppo_megatron.rl.draws import Draws
+from dppo_megatron.rl.generator import NonFiniteLogitsError
 from dppo_megatron.rl.vllm_engine import Completion, Request
 
 Pool = Callable[[PromptBatch], Sequence[PromptBatch]]
@@ -213,7 +214,7 @@ def _to_rollouts(
     values = [np.array(completion.logprobs, np.float32) for completion in completions]
     logprobs = np.concatenate([np.zeros(0, np.float32), *values])
     if not np.isfinite(logprobs).all():
-        raise RuntimeError(f"sampling: log-probs are not finite (weights of version {version})")
+        raise NonFiniteLogitsError(f"sampling: log-probs are not finite (weights of version {version})")
     stopped = np.isin(tokens.values[tokens.offsets[1:] - 1], sampling.stop_token_ids)
     return RolloutBatch(
         prompts=prompts,
