@@ -9,7 +9,7 @@ import pytest
 from dppo_megatron import checkpoint_files
 from dppo_megatron.config.schema import CheckpointingConfig, CheckpointSafetyConfig
 from dppo_megatron.parallel.mesh import Axis
-from dppo_megatron.run_state import RunState
+from dppo_megatron.run_state import RunState, fingerprint
 
 ALONE = Axis("world", 1, 0, cast(Any, None), (0,))
 
@@ -44,3 +44,12 @@ def test_the_best_stay_and_always_the_newest(
     metrics: list[float | None], top: int | None, higher: bool, expected: list[int], tmp_path: Path
 ) -> None:
     assert kept(tmp_path, metrics, top=top, higher=higher) == expected
+
+
+def test_where_and_how_fast_a_run_trains_is_not_what_it_trains() -> None:
+    def of(**generation: object) -> dict[str, object]:
+        effective = {"grpo": {"seed": 1}, "policy": {"generation": {"temperature": 1.0, **generation}}}
+        return fingerprint(effective, architecture=CheckpointSafetyConfig(), data_digest=5)
+
+    assert of(vllm_cfg={"gpu_memory_utilization": 0.5}, vllm_kwargs={"seed": 1}) == of(backend="vllm")
+    assert of(temperature=0.9) != of()
