@@ -145,7 +145,7 @@ def save_stopped(run: Run, stopped: Stopped) -> Stopped:
     return Stopped(stopped.reason, num_steps_done=stopped.num_steps_done, checkpoint=checkpoint)
 
 
-def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch, *, start: StepStart | None = None) -> ScoredBatch:
+def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch, *, start: StepStart | None) -> ScoredBatch:
     """Reward this rank's completions, compare them within their groups, and gather everybody's scores.
 
     start: raise Stopped on every rank where one was asked to stop meanwhile; None where the history already counts
@@ -171,9 +171,13 @@ def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch, *, start: StepSta
 
 
 def complete_groups(
-    run: Run, rollouts: RolloutBatch, scores: ScoredBatch, *, draws: Draws
+    run: Run, rollouts: RolloutBatch, scores: ScoredBatch, *, draws: Draws, start: StepStart
 ) -> tuple[RolloutBatch, ScoredBatch]:
-    """Further rollouts where dynamic sampling wants more groups than these hold; else these as they are."""
+    """Further rollouts where dynamic sampling wants more groups than these hold; else these as they are.
+
+    The history learns of all that were scored at the end, when the step can no longer be abandoned.
+    """
+    visits = [scores]
 
     def sample_more(earlier: IntArray) -> tuple[RolloutBatch, ScoredBatch]:
         candidates = run.candidates.next_batch(draws)
@@ -181,13 +185,17 @@ def complete_groups(
         occurrences = count_earlier(np.concatenate([earlier, candidates.prompt_ids]))[len(earlier) :]
         candidates = replace(candidates, occurrences=occurrences)
         kept = prune_prompts(candidates, history=run.history, pruning=run.pruning, draws=draws)
-        more = _agreed(run, _completions(run, kept.share(rank=axis.rank, size=axis.size), draws, run.sampling))
-        more_scores = score(run, more, kept)
-        run.history.record(more_scores)
-        return more, more_scores
+        more = sample(run, kept.share(rank=axis.rank, size=axis.size), draws, start=start)
+        visits.append(score(run, more, kept, start=start))
+        return more, visits[-1]
 
     axis = run.mesh.generation
-    return run.resampling.complete(rollouts, scores, sample_more=sample_more, rank=axis.rank, num_ranks=axis.size)
+    completed = run.resampling.complete(
+        rollouts, scores, sample_more=sample_more, rank=axis.rank, num_ranks=axis.size
+    )
+    for visit in visits:
+        run.history.record(visit)
+    return completed
 
 
 def record_samples(
@@ -296,7 +304,7 @@ def _everything(
     with run.room_for_rollouts():
         rest = run.generator.generate(pruned.share(rank=axis.rank, size=axis.size), draws, run.sampling)
     return merge(
-        [(rollouts, whole), (rest, score(run, rest, pruned))],
+        [(rollouts, whole), (rest, score(run, rest, pruned, start=None))],
         num_candidates=candidates.num_candidates,
         num_ranks=axis.size,
     )

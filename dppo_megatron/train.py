@@ -65,9 +65,8 @@ def train(run: Run, log: RunLog | SilentLog, watchdog: Watchdog) -> None:
             rollouts = sample(run, share, draws, start=start)
         with clock.stage("reward"):
             scores = score(run, rollouts, kept, start=start)
-            run.history.record(scores)
         with clock.stage("rollout"):
-            rollouts, scores = complete_groups(run, rollouts, scores, draws=draws)
+            rollouts, scores = complete_groups(run, rollouts, scores, draws=draws, start=start)
         with clock.stage("pruning"):
             plans = prune_completions(scores, pruning=run.pruning, draws=draws)
             record_samples(run, step, rollouts, scores=scores, plans=plans)

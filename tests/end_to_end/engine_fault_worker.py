@@ -1,6 +1,7 @@
 """One rank of a run whose engine fails on the second rank in its fourth step, and of its restart.
 
-argv: configuration file, overrides. Exits with an error where a rank does not learn of it, or the restart differs.
+argv: which rollouts of the step fail (1 for the first), configuration file, overrides. Exits with an error where a
+rank does not learn of it, or the restart differs.
 """
 
 import sys
@@ -32,11 +33,13 @@ STARTS = ((0, Purpose.GENERATION), (FATAL_STEP, Purpose.VALIDATION), (FATAL_VALI
 
 @dataclass
 class FailingGenerator:
-    """Another generator, until it fails; remembers the prompts that it was asked for."""
+    """Another generator, until it fails; remembers the prompts that it was asked for, first in each step."""
 
     inner: Generator
     fails_in: Purpose | None
+    fatal_call: int
     asked: dict[int, list[int]] = field(default_factory=dict)
+    calls: int = 0
     tensor_parallel_size: int = 1
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -44,9 +47,11 @@ class FailingGenerator:
 
     def generate(self, prompts: PromptBatch, draws: Draws, sampling: Sampling) -> RolloutBatch:
         if sampling.purpose is Purpose.GENERATION:
-            self.asked[draws.step] = prompts.prompt_ids.tolist()
+            self.calls = self.calls + 1 if draws.step in self.asked else 1
+            self.asked.setdefault(draws.step, prompts.prompt_ids.tolist())
         fatal = FATAL_VALIDATION if sampling.purpose is Purpose.VALIDATION else FATAL_STEP
-        if self.fails_in is sampling.purpose and draws.step == fatal:
+        due = sampling.purpose is Purpose.VALIDATION or self.calls == self.fatal_call
+        if self.fails_in is sampling.purpose and draws.step == fatal and due:
             raise RuntimeError("vLLM failed; unfinished requests: 7.0.1")
         return self.inner.generate(prompts, draws, sampling)
 
@@ -59,7 +64,7 @@ def main() -> None:
     device.set_num_threads()
     device.start_process_group()
     rank = torch.distributed.get_rank()
-    loaded = load_config(sys.argv[1], sys.argv[2:])
+    loaded = load_config(sys.argv[2], sys.argv[3:])
     layout = resolve_layout(loaded.config.cluster, megatron=loaded.config.policy.megatron_cfg, virtual_pp=1)
     asked: list[dict[int, list[int]]] = []
     stop = StopRequest(must_save_by_seconds=None)
@@ -67,7 +72,9 @@ def main() -> None:
     for first_step, fails_in in STARTS:
         with open_mesh(layout, seed=0) as mesh, set_up(loaded, read_inputs(loaded.config), mesh, stop=stop) as run:
             assert run.first_step == first_step, run.first_step
-            generator = FailingGenerator(run.generator, fails_in=fails_in if rank == 1 else None)
+            generator = FailingGenerator(
+                run.generator, fails_in=fails_in if rank == 1 else None, fatal_call=int(sys.argv[1])
+            )
             message = ""
             try:
                 train(replace(run, generator=generator), SilentLog(), watchdog)

@@ -15,3 +15,8 @@ def same(prompt: str, completion: str, answer: str) -> float:
 def nothing(prompt: str, completion: str, answer: str) -> float:
     """No completion is worth anything: no group has an advantage."""
     return 0.0
+
+
+def seldom(prompt: str, completion: str, answer: str) -> float:
+    """``score`` where the prompt begins with an even digit, else nothing: half of the groups have no advantage."""
+    return score(prompt, completion, answer) if int(prompt[0]) % 2 == 0 else 0.0

@@ -13,11 +13,21 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 WORKER = Path(__file__).with_name("engine_fault_worker.py")
 
 
+PARTIAL = ("dppo.reward.function=partial_credit:score",)  # so that every step trains
+DYNAMIC = (  # and takes several batches
+    "dppo.reward.function=partial_credit:seldom",
+    "grpo.use_dynamic_sampling=true",
+    "grpo.dynamic_sampling_max_gen_batches=40",
+)
+
+
+@pytest.mark.parametrize(("fatal_call", "extra"), [("1", PARTIAL), ("2", DYNAMIC)], ids=["rollouts", "further"])
 def test_every_rank_hears_of_a_failed_engine_and_the_restart_takes_that_step_again(
-    tiny_model: Path, tmp_path: Path, launch: Callable[..., None]
+    tiny_model: Path, tmp_path: Path, launch: Callable[..., None], fatal_call: str, extra: tuple[str, ...]
 ) -> None:
     launch(
         WORKER,
+        fatal_call,
         QUICKSTART,
         f"policy.model_name={tiny_model}",
         f"logger.log_dir={tmp_path}/run",
@@ -31,13 +41,14 @@ def test_every_rank_hears_of_a_failed_engine_and_the_restart_takes_that_step_aga
         "grpo.val_at_end=false",
         "grpo.val_period=4",
         "grpo.max_val_samples=4",
-        "dppo.reward.function=partial_credit:score",  # so that every step trains
+        *extra,
         num_processes=2,
     )
     checkpoints = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert checkpoints == {"step_3", "step_4", "step_5"}
     state = json.loads((tmp_path / "run" / "checkpoints" / "step_3" / "run_state.json").read_text())
-    assert state["prompts"]["cursor"] == 3 * 8
+    # The worker compares the prompts of the step that is taken again.
+    assert state["prompts"]["cursor"] == 3 * 8 if extra is PARTIAL else state["prompts"]["cursor"] > 3 * 8
 
 
 @pytest.mark.parametrize(("fails_in", "val_period", "save_period"), [("rollouts", 0, 5), ("validation", 1, 1)])
