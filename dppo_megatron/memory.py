@@ -18,9 +18,10 @@ _MOMENTS, _MAIN_PARAMETER = 8, 4
 class StageMemory:
     """Bytes on each GPU of one pipeline stage.
 
-    weights, rollout_weights: held throughout. gradients, optimizer: likewise, unless they are set aside for rollouts:
-    set_aside is the sum of the two then, else 0. activations, logits: during the update, of the fullest row.
-    kv_cache: during rollouts, at most.
+    weights: held throughout. gradients, optimizer: likewise, unless they are set aside for rollouts: set_aside is the
+    sum of the two then, else 0. activations, logits: during the update, of the fullest row. rollout_weights: held
+    throughout by the embedded engine; by vLLM (engine_sleeps) from the weights' stream to the end of the rollouts.
+    kv_cache: during rollouts, at most; 0 for vLLM, which takes the rest of its share of the GPU.
     """
 
     weights: int
@@ -31,22 +32,28 @@ class StageMemory:
     rollout_weights: int
     kv_cache: int
     set_aside: int = 0
+    engine_sleeps: bool = False
 
     @property
     def update_peak(self) -> int:
-        """Bytes while training: all but the cache."""
-        held = self.weights + self.gradients + self.optimizer + self.rollout_weights
-        return held + self.activations + self.logits
+        """Bytes while training: all but the cache, and what an engine that sleeps does not hold."""
+        engine = 0 if self.engine_sleeps else self.rollout_weights
+        return self.weights + self.gradients + self.optimizer + engine + self.activations + self.logits
+
+    @property
+    def stream_peak(self) -> int:
+        """Bytes while the weights go to the engine: its own, and all of the trainer but activations and logits."""
+        return self.weights + self.gradients + self.optimizer + self.rollout_weights
 
     @property
     def rollout_peak(self) -> int:
-        """Bytes while sampling: all but activations, logits and what is set aside."""
-        return self.update_peak - self.activations - self.logits + self.kv_cache - self.set_aside
+        """Bytes while sampling: those of the stream and the cache, without what is set aside."""
+        return self.stream_peak + self.kv_cache - self.set_aside
 
     @property
     def peak(self) -> int:
-        """The larger of the two."""
-        return max(self.update_peak, self.rollout_peak)
+        """The largest of the three."""
+        return max(self.update_peak, self.stream_peak, self.rollout_peak)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +93,17 @@ def estimate_memory(
     policy: PolicyConfig,
     *,
     layout: Layout,
-    max_cache_tokens: int,
+    max_cache_tokens: int | None,
     sets_aside: bool = False,
 ) -> tuple[StageMemory, ...]:
     """Bytes on a GPU of each pipeline stage, in order.
 
-    max_cache_tokens: of the embedded engine, tokens. sets_aside: gradients and optimizer make way for rollouts.
+    max_cache_tokens: of the embedded engine; None for vLLM. sets_aside: gradients and optimizer make way for
+    rollouts.
     """
     width = _BYTES[policy.precision]
     whole = sum(parameters(architecture, StageShape(architecture.num_layers, True, True, 1), tp=1))
+    engine_tp = 1 if max_cache_tokens is not None else policy.generation.vllm_cfg.tensor_parallel_size
     cache = 2 * architecture.num_layers * architecture.num_key_value_heads * architecture.head_dim
     stages = []
     for stage in stage_shapes(architecture, policy, layout=layout):
@@ -107,9 +116,10 @@ def estimate_memory(
                 optimizer=optimizer,
                 activations=activation_bytes(architecture, policy, stage, layout=layout),
                 logits=_logit_bytes(architecture, policy, layout=layout) if stage.is_last else 0,
-                rollout_weights=whole * width,
-                kv_cache=max_cache_tokens * cache * width,
+                rollout_weights=whole * width // engine_tp,
+                kv_cache=(max_cache_tokens or 0) * cache * width,
                 set_aside=gradients + optimizer if sets_aside else 0,
+                engine_sleeps=max_cache_tokens is None,
             )
         )
     return tuple(stages)

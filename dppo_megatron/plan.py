@@ -206,12 +206,19 @@ def _fp8_problems(shape: Architecture, *, tp: int, fp8: Fp8Config) -> Iterator[s
         )
 
 
+def samples_with_vllm(config: Config, *, on_gpu: bool) -> bool:
+    """Whether rollouts are vLLM's: as ``dppo.rollout.engine`` says, and by ``auto`` on GPUs alone."""
+    rollout = config.dppo.rollout
+    wanted = rollout.engine == "vllm" or (rollout.engine == "auto" and on_gpu)
+    return wanted and rollout.replay_dir is None
+
+
 def sets_training_aside(config: Config) -> bool:
-    """Whether gradients and optimizer state leave the GPU while vLLM samples on it.
+    """Whether gradients and optimizer state leave a GPU while vLLM samples on it.
 
     In float32 the optimizer holds the model's parameters themselves, which the weights' stream still needs.
     """
-    return config.dppo.rollout.engine == "vllm" and config.policy.precision == "bfloat16"
+    return samples_with_vllm(config, on_gpu=True) and config.policy.precision == "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,12 +136,19 @@ def _memory(plan: RunPlan) -> Iterator[str]:
         return
     unit, name = (_GIB, "GiB") if max(stage.peak for stage in plan.memory) >= _GIB else (_MIB, "MiB")
     yield f"memory         {name} on a GPU, estimated (docs/sizing.md)"
-    names = [name for name in asdict(plan.memory[0]) if name != "set_aside" or plan.memory[0].set_aside]
+    first = plan.memory[0]
+    absent = {"engine_sleeps"} | ({"kv_cache"} if first.engine_sleeps else set())
+    absent |= set() if first.set_aside else {"set_aside"}
+    names = [name for name in asdict(first) if name not in absent]
     yield "  " + "stage  " + "  ".join(names) + "  peak"
     for number, stage in enumerate(plan.memory):
         cells = [f"{getattr(stage, name) / unit:{len(name)}.1f}" for name in names]
         yield f"  {number:5d}  " + "  ".join(cells) + f"  {stage.peak / unit:4.1f}"
-    if plan.memory[0].set_aside:
+    if first.engine_sleeps:
+        share = plan.loaded.config.policy.generation.vllm_cfg.gpu_memory_utilization
+        yield "  rollout_weights: vLLM's, which sleeps during the update; while it samples it takes, with its cache,"
+        yield f"  {share:.0%} of a GPU (gpu_memory_utilization), beside weights and what is not set aside"
+    if first.set_aside:
         yield "  set_aside: gradients and optimizer state, on the host while vLLM samples"
 
 

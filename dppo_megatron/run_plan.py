@@ -20,6 +20,7 @@ from dppo_megatron.plan import (
     check_layout,
     padding_multiples,
     resolve_layout,
+    samples_with_vllm,
     sets_training_aside,
     token_alignment,
 )
@@ -165,7 +166,8 @@ def make_plan(found: Examination, *, path: str, overrides: Sequence[str]) -> Run
     architecture = read_architecture(known[0]) if known else None
     memory: tuple[StageMemory, ...] = ()
     if architecture is not None:
-        cache = config.dppo.rollout.max_cache_tokens
+        vllm = samples_with_vllm(config, on_gpu=True)
+        cache = None if vllm else config.dppo.rollout.max_cache_tokens
         sets_aside = sets_training_aside(config)
         memory = estimate_memory(architecture, policy, layout=layout, max_cache_tokens=cache, sets_aside=sets_aside)
     return RunPlan(

@@ -22,7 +22,7 @@ from dppo_megatron.parallel.model import DTYPES
 from dppo_megatron.parallel.policy import Policy, Reference
 from dppo_megatron.parallel.sequence_sums import SequenceSums
 from dppo_megatron.parallel.set_aside import training_state_set_aside
-from dppo_megatron.plan import batch_arithmetic, sets_training_aside
+from dppo_megatron.plan import batch_arithmetic, samples_with_vllm, sets_training_aside
 from dppo_megatron.rl.audit import Audit
 from dppo_megatron.rl.candidates import CandidateSource, FixedNumber, Refill
 from dppo_megatron.rl.dynamic_sampling import FirstBatch, Resampling, WholeGroups
@@ -164,6 +164,11 @@ class Run:
             *self.pruning.notes,
         ]
 
+    @property
+    def has_vllm(self) -> bool:
+        """Whether vLLM samples, whose ranks communicate meanwhile."""
+        return samples_with_vllm(self.config, on_gpu=device.has_gpu())
+
     def room_for_rollouts(self) -> AbstractContextManager[None]:
         """On a GPU that vLLM shares: what only training needs makes way meanwhile."""
         if not (device.has_gpu() and sets_training_aside(self.config)):
@@ -210,15 +215,10 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopReques
         shuffle=config.data.shuffle,
         seed=grpo.seed,
     )
-    sampling = Sampling(
-        num_generations=grpo.num_generations_per_prompt,
-        temperature=policy_config.generation.temperature,
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=inputs.stop_token_ids,
-        purpose=Purpose.GENERATION,
-        max_total_tokens=policy_config.max_total_sequence_length,
-    )
+    sampling = _sampling(config, inputs)
     reward = make_reward(config.data.train.env_name, reward=config.dppo.reward, env=config.env)
+    # Before the policy takes memory: vLLM measures what a GPU has free, and sleeps until the weights come.
+    generator = make_generator(config, inputs, mesh=mesh)
     rehearse = config.dppo.fp8_emulate
     policy = Policy(policy_config, inputs.architecture, source=inputs.source, mesh=mesh, rehearse_fp8=rehearse)
     # The reference is the policy before any step: taken before a checkpoint is restored.
@@ -234,7 +234,7 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopReques
         inputs=inputs,
         policy=policy,
         reference=reference,
-        generator=make_generator(config, inputs, mesh=mesh),
+        generator=generator,
         prompts=prompts,
         candidates=Refill(prompts, history, pruning) if section.refill else FixedNumber(prompts),
         resampling=_resampling(grpo, num_minibatches=arithmetic.num_minibatches),
@@ -254,6 +254,17 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopReques
         first_step=resumed.num_steps_done if resumed else 0,
         num_steps=min(grpo.max_num_steps, grpo.max_num_epochs * prompts.steps_per_epoch),
         wandb_id=_wandb_id(config, resumed, mesh=mesh),
+    )
+
+
+def _sampling(config: Config, inputs: Inputs) -> Sampling:
+    return Sampling(
+        num_generations=config.grpo.num_generations_per_prompt,
+        temperature=config.policy.generation.temperature,
+        max_new_tokens=config.policy.generation.max_new_tokens,
+        stop_token_ids=inputs.stop_token_ids,
+        purpose=Purpose.GENERATION,
+        max_total_tokens=config.policy.max_total_sequence_length,
     )
 
 
@@ -304,7 +315,7 @@ def make_generator(config: Config, inputs: Inputs, *, mesh: Mesh) -> Generator:
     rollout = config.dppo.rollout
     if rollout.replay_dir is not None:
         return ReplayGenerator(Path(rollout.replay_dir))
-    if rollout.engine == "vllm":
+    if samples_with_vllm(config, on_gpu=device.has_gpu()):
         return _make_vllm_generator(config, inputs, mesh=mesh)
     return EmbeddedGenerator(
         AutoConfig.from_pretrained(inputs.source),

@@ -86,7 +86,7 @@ def sample(run: Run, share: PromptBatch, draws: Draws, *, start: StepStart) -> R
     """
     work = partial(_completions, run, share, draws, run.sampling)
     # The ranks of a vLLM engine communicate as they sample: none may leave the others.
-    outcome = _or_abandon(run, start, work, interruptible=run.config.dppo.rollout.engine != "vllm")
+    outcome = _or_abandon(run, start, work, interruptible=not run.has_vllm)
     try:
         return _agreed(run, outcome)
     except EngineError as error:
@@ -145,7 +145,7 @@ def save_stopped(run: Run, stopped: Stopped) -> Stopped:
     return Stopped(stopped.reason, num_steps_done=stopped.num_steps_done, checkpoint=checkpoint)
 
 
-def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch, *, start: StepStart | None) -> ScoredBatch:
+def score(run: Run, rollouts: RolloutBatch, kept: PromptBatch, *, start: StepStart | None = None) -> ScoredBatch:
     """Reward this rank's completions, compare them within their groups, and gather everybody's scores.
 
     start: raise Stopped on every rank where one was asked to stop meanwhile; None where the history already counts
@@ -304,7 +304,7 @@ def _everything(
     with run.room_for_rollouts():
         rest = run.generator.generate(pruned.share(rank=axis.rank, size=axis.size), draws, run.sampling)
     return merge(
-        [(rollouts, whole), (rest, score(run, rest, pruned, start=None))],
+        [(rollouts, whole), (rest, score(run, rest, pruned))],
         num_candidates=candidates.num_candidates,
         num_ranks=axis.size,
     )

@@ -10,6 +10,7 @@ from memory_worker import CASES, VIRTUAL_PP, policy_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dppo_megatron.architecture import Architecture, read_architecture
+from dppo_megatron.config.generation_schema import GenerationConfig, VllmConfig
 from dppo_megatron.config.schema import DistributedDataParallelConfig, PolicyConfig
 from dppo_megatron.known_models import known_config
 from dppo_megatron.memory import (
@@ -143,3 +144,17 @@ def test_what_is_set_aside_leaves_the_peak_of_rollouts_alone() -> None:
     assert freed.set_aside == held.gradients + held.optimizer
     assert freed.update_peak == held.update_peak
     assert held.rollout_peak - freed.rollout_peak == freed.set_aside
+
+
+def test_vllm_holds_its_own_cut_of_the_weights_and_nothing_during_the_update() -> None:
+    architecture = architecture_of("Qwen/Qwen3-8B")
+    layout = Layout(2, 1, 1, 4, sequence_parallel=True)
+    generation = GenerationConfig(vllm_cfg=VllmConfig(tensor_parallel_size=2))
+    policy = PolicyConfig(model_name="m", generation=generation)
+    (embedded,) = estimate_memory(architecture, policy, layout=layout, max_cache_tokens=10**6)
+    (vllm,) = estimate_memory(architecture, policy, layout=layout, max_cache_tokens=None)
+    assert vllm.rollout_weights == embedded.rollout_weights // 2
+    assert vllm.kv_cache == 0
+    assert embedded.update_peak - vllm.update_peak == embedded.rollout_weights
+    assert vllm.stream_peak == vllm.weights + vllm.gradients + vllm.optimizer + vllm.rollout_weights
+    assert vllm.peak == max(vllm.update_peak, vllm.stream_peak)

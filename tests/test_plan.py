@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -10,7 +11,17 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from dppo_megatron.architecture import Architecture, read_architecture
 from dppo_megatron.config.fp8 import Fp8Config
-from dppo_megatron.config.schema import ClusterConfig, GrpoConfig, MegatronConfig
+from dppo_megatron.config.schema import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    DppoConfig,
+    GrpoConfig,
+    MegatronConfig,
+    PolicyConfig,
+    RolloutConfig,
+    TrainDatasetConfig,
+)
 from dppo_megatron.plan import (
     BatchArithmetic,
     Layout,
@@ -20,6 +31,7 @@ from dppo_megatron.plan import (
     padding_multiples,
     resolve_layout,
     rows_multiple,
+    samples_with_vllm,
     token_alignment,
 )
 
@@ -259,3 +271,24 @@ def test_rows_are_padded_so_that_each_rank_s_tokens_suit_the_recipe(recipe: str,
     row = padding_multiples(layout(tp=2, cp=2, sp=True), alignment=alignment).row
     assert row // (2 * 2) % multiple == 0
     assert row == 4 * multiple
+
+
+@pytest.mark.parametrize(
+    ("engine", "on_gpu", "replay_dir", "vllm"),
+    [
+        ("auto", True, None, True),
+        ("auto", False, None, False),
+        ("vllm", False, None, True),
+        ("embedded", True, None, False),
+        ("vllm", True, "samples", False),
+    ],
+)
+def test_auto_samples_with_vllm_on_gpus_alone(
+    engine: Literal["auto", "embedded", "vllm"], on_gpu: bool, replay_dir: str | None, vllm: bool
+) -> None:
+    config = Config(
+        policy=PolicyConfig(model_name="m"),
+        data=DataConfig(train=TrainDatasetConfig(data_path="d")),
+        dppo=DppoConfig(rollout=RolloutConfig(engine=engine, replay_dir=replay_dir)),
+    )
+    assert samples_with_vllm(config, on_gpu=on_gpu) is vllm

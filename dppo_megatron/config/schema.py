@@ -313,6 +313,7 @@ class AuditConfig:
 class RolloutConfig:
     """``dppo.rollout``: engine, record, replay.
 
+    engine: ``auto`` is vLLM on GPUs and the embedded engine elsewhere.
     max_cache_tokens: bounds the embedded engine's batches, and vLLM's key-value cache off the GPU.
     time_limit_seconds: of a step's rollouts on vLLM; past it the engine counts as hung.
     mismatch_warning: ``dppo/sampler_mismatch`` above which the log names the usual causes.

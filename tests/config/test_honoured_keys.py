@@ -174,7 +174,7 @@ _SECTIONS: tuple[tuple[str, Probe, str], ...] = (
     ("env.", runs.answers, "math.num_workers=1"),
     (_DPPO, built.network, f"fp8_emulate=true | {_FP8}"),
     (_DPPO, runs.vllm_generator, f"rollout.engine=vllm\nrollout.time_limit_seconds=7.0 | {_VLLM}"),
-    (_DPPO, built.plan, "rollout.max_cache_tokens=1024"),
+    (_DPPO, built.plan, "rollout.max_cache_tokens=1024 | dppo.rollout.engine=embedded"),
     (_DPPO, built.loop, "rollout.replay_dir=FOLDER/replayed"),
     (
         _DPPO,

@@ -46,7 +46,12 @@ def test_it_goes_before_the_rollouts_and_is_back_after_them_however_they_end() -
 
 @pytest.mark.parametrize(
     ("engine", "precision", "wanted"),
-    [("vllm", "bfloat16", True), ("vllm", "float32", False), ("embedded", "bfloat16", False)],
+    [
+        ("vllm", "bfloat16", True),
+        ("auto", "bfloat16", True),
+        ("vllm", "float32", False),
+        ("embedded", "bfloat16", False),
+    ],
 )
 def test_only_vllm_beside_main_parameters_asks_for_it(engine, precision, wanted: bool) -> None:
     config = Config(
