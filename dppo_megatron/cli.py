@@ -2,6 +2,8 @@
 
 import argparse
 import logging
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -21,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _set_up_messages()
     try:
         code = import_module(f"dppo_megatron.commands.{options.command}").run(options, arguments)
+    except BrokenPipeError:  # the reader of the output has gone: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it ends
+        code = 128 + signal.SIGPIPE
     except OSError as error:  # a disk that is full or lost, a place that may not be written
         code = complain(
             f"a file could not be read or written: {error}; see that the directories which the command names "

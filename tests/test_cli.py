@@ -138,3 +138,11 @@ def test_help_and_version_need_no_torch() -> None:
     code = "import sys; from dppo_megatron.cli import _parser; _parser(); assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert "train" in dppo("--help").stdout
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word() -> None:
+    command = f"{sys.executable} -m dppo_megatron config keys | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 141  # as a program that SIGPIPE has ended
+    assert len(done.stdout.splitlines()) == 1
+    assert not done.stderr
