@@ -138,9 +138,9 @@ def warm_start(
     learning_rate: float,
     stream: random.Random,
 ) -> None:
-    """Train the model on encoded problems, next-token cross entropy, printing a line every 50 steps."""
+    """Train the model on encoded problems, next-token cross entropy, and print a line every 50 steps or 20 s."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
-    started = time.perf_counter()
+    started = told = time.perf_counter()
     for step in range(steps):
         rate = learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS) * max(0.02, 1 - step / steps)
         for group in optimizer.param_groups:
@@ -153,8 +153,10 @@ def warm_start(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if (step + 1) % 50 == 0:
-            print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {time.perf_counter() - started:.0f} s")
+        now = time.perf_counter()
+        if (step + 1) % 50 == 0 or now - told > 20:
+            told = now
+            print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {now - started:.0f} s", flush=True)
 
 
 @torch.no_grad()
