@@ -102,17 +102,19 @@ def run_evaluation(
         stop_token_ids=inputs.stop_token_ids,
         purpose=Purpose.VALIDATION,
     )
-    with open_mesh(layout, seed=config.grpo.seed) as mesh:
+    with (
+        open_mesh(layout, seed=config.grpo.seed) as mesh,
+        contextlib.closing(make_generator(config, inputs, mesh=mesh)) as generator,
+    ):
         rehearse = config.dppo.fp8_emulate
         policy = Policy(config.policy, inputs.architecture, source=source, mesh=mesh, rehearse_fp8=rehearse)
         if checkpoint:
             load_policy(policy, checkpoint / "policy")
-        with contextlib.closing(make_generator(config, inputs, mesh=mesh)) as generator:
-            generator.load_weights(policy.hf_weights(engine_tp=generator.tensor_parallel_size), version=0)
-            del policy  # its memory is the engine's now
-            found = _evaluate_all(
-                config, inputs, datasets, generator=generator, sampling=sampling, mesh=mesh, output=output
-            )
+        generator.load_weights(policy.hf_weights(engine_tp=generator.tensor_parallel_size), version=0)
+        del policy  # its memory is the engine's now
+        found = _evaluate_all(
+            config, inputs, datasets, generator=generator, sampling=sampling, mesh=mesh, output=output
+        )
         if mesh.world.is_first:
             settings = {"model": model, "temperature": sampling.temperature, "seed": config.grpo.seed}
             text = json.dumps(settings | {"datasets": [asdict(one) for one in found]}, indent=2)

@@ -217,7 +217,6 @@ def set_up(loaded: LoadedConfig, inputs: Inputs, mesh: Mesh, *, stop: StopReques
     )
     sampling = _sampling(config, inputs)
     reward = make_reward(config.data.train.env_name, reward=config.dppo.reward, env=config.env)
-    # Before the policy takes memory: vLLM measures what a GPU has free, and sleeps until the weights come.
     generator = make_generator(config, inputs, mesh=mesh)
     rehearse = config.dppo.fp8_emulate
     policy = Policy(policy_config, inputs.architecture, source=inputs.source, mesh=mesh, rehearse_fp8=rehearse)
@@ -311,7 +310,10 @@ def _run_state(loaded: LoadedConfig, inputs: Inputs) -> RunState | None:
 
 
 def make_generator(config: Config, inputs: Inputs, *, mesh: Mesh) -> Generator:
-    """The engine that the configuration names, without weights yet; called by every rank."""
+    """The engine that the configuration names, without weights yet; called by every rank.
+
+    Before the policy takes memory: vLLM measures what a GPU has free, and sleeps until the weights come.
+    """
     rollout = config.dppo.rollout
     if rollout.replay_dir is not None:
         return ReplayGenerator(Path(rollout.replay_dir))
