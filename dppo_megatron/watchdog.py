@@ -37,6 +37,7 @@ class Watchdog:
         self._stage, self._since = "set-up", time.monotonic()
         self._slowest: dict[str, float] = {}
         self._ended = threading.Event()
+        self._guards = False
         self._parent = int(os.environ.get(PARENT, "0"))
 
     def retire(self) -> None:
@@ -58,6 +59,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         if self._config.enabled:
+            self._guards = True
             self._since = time.monotonic()
             self._arm_backstop()
             threading.Thread(target=self._guard, name="watchdog", daemon=True).start()
@@ -66,12 +68,14 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._guards = False
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
 
     def _arm_backstop(self) -> None:
-        # A thread of the C library: it needs no interpreter, and writes to standard error.
-        if self._config.enabled:
+        # A thread of the C library: it needs no interpreter, and writes to standard error. Only within the context,
+        # whose end disarms it: else it would end this process long after the run.
+        if self._guards:
             seconds = self.limit(self._stage) + _BACKSTOP_SECONDS
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 from dppo_megatron.config.schema import WatchdogConfig
 from dppo_megatron.watchdog import EXIT_STALLED, PARENT, Watchdog
@@ -73,6 +74,19 @@ with module.Watchdog(WatchdogConfig(min_seconds=1.0), directory=Path(sys.argv[1]
     )
     assert result.returncode == 1
     assert "most recent call first" in result.stderr
+
+
+def test_nothing_ends_a_process_outside_of_the_context(tmp_path: Path) -> None:
+    watchdog = Watchdog(WatchdogConfig(), directory=tmp_path, rank=0)
+    with patch("dppo_megatron.watchdog.faulthandler") as backstop:
+        watchdog.watch("update")
+        backstop.dump_traceback_later.assert_not_called()
+        with watchdog:
+            watchdog.watch("rollout")
+        assert backstop.dump_traceback_later.call_count == 2
+        backstop.cancel_dump_traceback_later.assert_called_once()
+        watchdog.watch("end")
+    assert backstop.dump_traceback_later.call_count == 2
 
 
 def test_stacks_of_an_earlier_start_do_not_end_the_next(tmp_path: Path) -> None:
