@@ -58,9 +58,8 @@ class RunLog:
         path = self._directory / METRICS_FILE
         lines = read_metrics(path)
         kept = [(line, record) for line, record in lines if record.step < step]
-        if lines and step == 0:
-            self.note(f"{path}: {len(lines)} steps of an earlier run, now in {_set_aside(path)}")
-        elif path.exists():
+        earlier = _set_aside(path) if lines and step == 0 else None
+        if path.exists():
             atomic_write_text(path, "".join(line for line, _ in kept))
         for _, record in kept:
             self._totals = self._totals.with_step(record)
@@ -68,7 +67,9 @@ class RunLog:
         # What this start has said before it knew where it continues.
         self._messages = [replace(message, step=step) for message in self._messages]
         cut_messages(self._directory, step=step, latest=self._messages)
-        if len(kept) < len(lines) and step > 0:
+        if earlier is not None:
+            self.note(f"{path}: {len(lines)} steps of an earlier run, now in {earlier}")
+        elif len(kept) < len(lines):
             self.note(f"{path}: {len(lines) - len(kept)} later steps dropped, going on at step {step + 1}")
         if len(kept) < step:
             self.note(f"{path}: {step - len(kept)} of the {step} steps done are missing, in the totals too")
