@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -66,17 +68,26 @@ def launch() -> Launch:
         here = Path(__file__).parent
         path = os.pathsep.join([str(here), str(here / "end_to_end"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+        environment["PYTHONFAULTHANDLER"] = "1"
         for name in PLACE:
             environment.pop(name, None)
-        result = subprocess.run(
+        process = subprocess.Popen(
             [*command, str(script), *map(str, arguments)],
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout_seconds,
             env=environment,
-            check=False,
         )
-        if result.returncode:
-            pytest.fail(f"{script.name} ended with {result.returncode}\n{result.stdout}\n{result.stderr}"[-6000:])
+        try:
+            output, _ = process.communicate(timeout=timeout_seconds)
+            ended = f"ended with {process.returncode}"
+        except subprocess.TimeoutExpired:
+            ended = f"was stopped after {timeout_seconds} s"
+            # Every rank says where it stands before it ends; without torchrun they would run on.
+            for rank in [*psutil.Process(process.pid).children(recursive=True), process]:
+                rank.send_signal(signal.SIGABRT)
+            output, _ = process.communicate()
+        if process.returncode:
+            pytest.fail(f"{script.name} {ended}\n{output[-6000:]}")
 
     return run

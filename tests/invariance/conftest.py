@@ -22,7 +22,8 @@ def suite(tmp_path_factory: pytest.TempPathFactory, launch, request: pytest.Fixt
     cases = PARITY | CONTROLS
     for num_processes in sorted({case.num_processes for case in cases.values()}):
         names = [case.name for case in cases.values() if case.num_processes == num_processes]
-        launch(WORKER, root, root, *names, num_processes=num_processes, timeout_seconds=600)
+        # Half a second to three a case on a quiet machine.
+        launch(WORKER, root, root, *names, num_processes=num_processes, timeout_seconds=60 + 30 * len(names))
 
     @cache
     def plain(model: str, setting: str) -> Outcome:

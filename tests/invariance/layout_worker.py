@@ -257,6 +257,7 @@ def main() -> None:
     device.set_num_threads()
     device.start_process_group()
     for name in sys.argv[3:]:
+        sys.stderr.write(f"{name}\n")
         run_case((PARITY | CONTROLS)[name], models, output)
     torch.distributed.destroy_process_group()
 
