@@ -1,11 +1,11 @@
 """GRPO against TRL's GRPOTrainer and a plain loop: same model, prompts, batch, generations, optimizer and schedule.
 
-python -m tools.benchmarks.against_trl models/tiny-sort [--steps 150]
+python -m tools.benchmarks.against_trl models/tiny-sort [--steps 150] [--seeds 5]
 
 Makes an environment of its own for TRL (--environment), runs TRL, the plain loop of plain_worker.py, and this project
 without pruning, with the quickstart's and with the score that its docs advise, one after the other on one thread.
-Prints for each the training seconds and processor seconds a step, and what it had spent at the first validation of at
-least --target. Validation is not timed.
+Prints for each the processor seconds a step, and what it had spent when it reached --target, between validations
+linearly; of several seeds with 95 % intervals. Validation is not timed. A run kept in --runs is not made again.
 
 A compute-bound model with longer answers, of half as many prompts a step:
 
@@ -19,27 +19,18 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
-from tools.benchmarks.grpo_task import GENERATIONS, Point, Task, arguments, read_points
+from tools.benchmarks.grpo_task import GENERATIONS, Task, arguments, read_points
 from tools.benchmarks.own_run import one_thread, train
+from tools.benchmarks.study import SEEDS, Interval, Run, all_spent_until, collect, ratio, spent_until
 
 WORKERS = Path(__file__).parent
 TRL = "trl==1.16.0"
 SURPRISE = ("dppo.completion_pruning.policy=neyman", "dppo.completion_pruning.score=surprise")
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """One trainer's validations; the last one's ``spent`` is the whole run's."""
-
-    name: str
-    points: tuple[Point, ...]
-
-    def reached(self, target: float) -> Point | None:
-        """The first validation at or above the target."""
-        return next((point for point in self.points if point.accuracy >= target), None)
 
 
 def environment_with(package: str, directory: Path) -> Path:
@@ -55,13 +46,13 @@ def environment_with(package: str, directory: Path) -> Path:
     return python
 
 
-def run_worker(name: str, python: Path, worker: str, task: Task) -> Contender:
+def run_worker(python: Path, worker: str, task: Task, seed: int) -> Run:
     """A worker's run."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "points.json"
-        command = [python, WORKERS / worker, *arguments(task, output)]
+        command = [python, WORKERS / worker, *arguments(replace(task, seed=seed), output)]
         subprocess.run(command, check=True, env=one_thread(), stdout=subprocess.DEVNULL)
-        return Contender(name, read_points(json.loads(output.read_text())))
+        return read_points(json.loads(output.read_text()))
 
 
 def own_settings(task: Task) -> list[str]:
@@ -74,7 +65,6 @@ def own_settings(task: Task) -> list[str]:
         "policy.megatron_cfg.optimizer.lr": task.peak_rate,
         "policy.megatron_cfg.scheduler.lr_warmup_init": 0.3 * task.peak_rate,
         "policy.megatron_cfg.scheduler.lr_decay_iters": task.steps,
-        "grpo.seed": task.seed,
         "grpo.max_num_steps": task.steps,
         "grpo.num_prompts_per_step": task.prompts,
         "grpo.max_val_samples": task.validation,
@@ -83,23 +73,41 @@ def own_settings(task: Task) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def print_table(contenders: list[Contender], *, target: float) -> None:
-    """One row a trainer; ratios are TRL's figure over the row's."""
-    print(f"{'':24}{'s/step':>9}{'cpu s/step':>12}{'ratio':>8}{'accuracy':>10}", end="")
-    print(f"{f'to {target:.2f}: steps':>16}{'s':>8}{'cpu s':>8}{'ratio':>8}{'sampled':>10}{'trained':>10}")
-    first, first_reached = contenders[0].points[-1], contenders[0].reached(target)
-    for contender in contenders:
-        last, reached = contender.points[-1], contender.reached(target)
-        cpu = last.processor_seconds / last.step
-        ratio = first.processor_seconds / first.step / cpu
-        print(f"{contender.name:24}{last.seconds / last.step:9.3f}{cpu:12.3f}{ratio:7.2f}x", end="")
-        print(f"{last.accuracy:10.3f}", end="")
-        if reached is None:
-            print(f"{'never':>16}")
-            continue
-        against = first_reached.processor_seconds / reached.processor_seconds if first_reached else float("nan")
-        print(f"{reached.step:16}{reached.seconds:8.1f}{reached.processor_seconds:8.1f}{against:7.2f}x", end="")
-        print(f"{reached.sampled_tokens:10,}{reached.trained_tokens:10,}")
+def run_ours(task: Task, overrides: Sequence[str], seed: int) -> Run:
+    """A run of this project."""
+    return train([*own_settings(task), *overrides, f"grpo.seed={seed}"])
+
+
+def report(runs: Mapping[str, Sequence[Run]], *, target: float) -> str:
+    """One row a trainer; ratios are the first one's figure over the row's, seed by seed."""
+    lines = [
+        f"| | processor s a step | ratio | to {target}: steps | processor s | ratio | tokens sampled |"
+        " tokens trained | accuracy at the end |",
+        "|" + "---|" * 9,
+    ]
+    base = next(iter(runs.values()))
+    base_ends, base_reached = [points[-1] for points in base], all_spent_until(base, target)
+    for name, seeds in runs.items():
+        ends = [points[-1] for points in seeds]
+        cells = [
+            Interval.of([end.processor_seconds / end.step for end in ends]).text(3),
+            ratio(base_ends, ends, "processor_seconds").text(2),
+        ]
+        never = sum(spent_until(points, target) is None for points in seeds)
+        if never:
+            cells += [f"never in {never} of {len(seeds)}", *[""] * 4]
+        else:
+            reached = all_spent_until(seeds, target)
+            cells += [
+                Interval.of([point.step for point in reached]).text(0),
+                Interval.of([point.processor_seconds for point in reached]).text(1),
+                ratio(base_reached, reached, "processor_seconds").text(2),
+                Interval.of([point.sampled_tokens for point in reached]).text(0),
+                Interval.of([point.trained_tokens for point in reached]).text(0),
+            ]
+        cells.append(Interval.of([end.accuracy for end in ends]).text(3))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -107,8 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="made by tools/make_tiny_model.py")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, choices=SEEDS, default=1)
     parser.add_argument("--target", type=float, default=0.8)
+    parser.add_argument("--runs", type=Path, help="keeps each run's validations (default: results/against_trl/MODEL)")
     parser.add_argument("--environment", type=Path, default=Path(".bench/trl"), help="where TRL is installed")
     parser.add_argument("--prompts", type=int, default=32, help="a step, 8 completions each")
     parser.add_argument("--validation", type=int, default=256, help="held-out problems, four samples each")
@@ -118,21 +127,23 @@ def main() -> None:
     task = Task(
         model=options.model.resolve(),
         steps=options.steps,
-        seed=options.seed,
+        seed=0,
         prompts=options.prompts,
         validation=options.validation,
         period=options.period,
         peak_rate=options.peak_rate,
     )
     python = environment_with(TRL, options.environment.absolute())
-    contenders = [
-        run_worker("TRL GRPOTrainer", python, "trl_worker.py", task),
-        run_worker("plain loop", Path(sys.executable), "plain_worker.py", task),
-        Contender("ours, GRPO", train([*own_settings(task), "dppo.enabled=false"])),
-        Contender("ours, DPPO", train(own_settings(task))),
-        Contender("ours, DPPO surprise", train([*own_settings(task), *SURPRISE])),
-    ]
-    print_table(contenders, target=options.target)
+    trainers = {
+        "TRL GRPOTrainer": partial(run_worker, python, "trl_worker.py", task),
+        "plain loop": partial(run_worker, Path(sys.executable), "plain_worker.py", task),
+        "ours, GRPO": partial(run_ours, task, ["dppo.enabled=false"]),
+        "ours, DPPO": partial(run_ours, task, []),
+        "ours, DPPO surprise": partial(run_ours, task, SURPRISE),
+    }
+    kept = options.runs or Path("results/against_trl") / options.model.name
+    runs = collect(trainers, settings=asdict(task), seeds=options.seeds, kept=kept)
+    print(report(runs, target=options.target))
 
 
 if __name__ == "__main__":
