@@ -1,17 +1,23 @@
 """The policy's checkpoint in megatron-core's layout-free torch_dist format: model and optimizer."""
 
+import queue
 from pathlib import Path
 from typing import Any
 
 import psutil  # noqa: F401  (megatron-core's writer does not declare it, and hangs for ever without it)
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dppo_megatron import device
 from dppo_megatron.parallel import collectives
 from dppo_megatron.parallel.policy import Policy
+
+# Saving is synchronous: each rank reads the results that it has put itself. Megatron's default for this queue is a
+# manager's, a process that imports torch at the first save and outlives a rank that is killed.
+filesystem_async._results_queue = queue.Queue()
 
 
 def save_policy(policy: Policy, directory: Path, *, with_optimizer: bool) -> None:

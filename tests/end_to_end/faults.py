@@ -62,6 +62,8 @@ class FaultyRun:
                 env=environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                # A shell has its background jobs ignore this signal, and what they start inherits that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def __enter__(self) -> Self:

@@ -6,11 +6,16 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from suite import Suite
 
 from dppo_megatron import device
+from dppo_megatron.parallel import checkpoint
+from dppo_megatron.parallel.mesh import open_mesh
+from dppo_megatron.plan import Layout
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -48,6 +53,16 @@ def test_without_psutil_the_program_does_not_start_where_megatron_core_would_han
     assert "psutil" in result.stderr.splitlines()[-1]
     dependencies = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
     assert any(dependency.startswith("psutil") for dependency in dependencies)
+
+
+def test_saving_starts_no_process_that_would_outlive_a_killed_rank(tmp_path: Path) -> None:
+    before = psutil.Process().children(recursive=True)
+    state = {"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(3))}
+    layout = Layout(tp=1, pp=1, cp=1, dp=1, sequence_parallel=False)
+    with open_mesh(layout, seed=0), device.megatron_calls():
+        checkpoint.dist_checkpointing.save(state, str(tmp_path))
+    assert (tmp_path / ".metadata").is_file()
+    assert psutil.Process().children(recursive=True) == before
 
 
 def test_micro_batches_are_summed_where_megatron_core_would_take_their_mean(suite: Suite) -> None:
