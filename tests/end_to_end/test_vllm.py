@@ -28,7 +28,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., None]) 
             str(QUICKSTART),
             f"policy.model_name={root}/model",
             f"logger.log_dir={root}/{name}",
-            "grpo.max_num_steps=20",
+            "grpo.max_num_steps=40",
             "checkpointing.enabled=false",
             "logger.tensorboard_enabled=false",
             *overrides,
@@ -43,7 +43,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., None]) 
 def test_the_quickstart_climbs_with_vllm(root: Path) -> None:
     summary = json.loads((root / "sampled" / "summary.json").read_text())
     assert summary["accuracy_before"] < 0.3
-    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.12
+    # Five seeds of the embedded engine gained 0.25 to 0.45; of half as many steps 0.01 to 0.35.
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
 
 
 def test_trainer_and_vllm_agree_on_the_sampled_tokens(root: Path) -> None:
@@ -53,6 +54,6 @@ def test_trainer_and_vllm_agree_on_the_sampled_tokens(root: Path) -> None:
 
 def test_a_replay_of_what_vllm_sampled_trains_the_same(root: Path) -> None:
     sampled, replayed = metrics(root / "sampled"), metrics(root / "replayed")
-    assert len(sampled) == len(replayed) == 20
+    assert len(sampled) == len(replayed) == 40
     for name in ("train/loss", "train/grad_norm", "train/reward", "dppo/kept_fraction"):
         assert [line[name] for line in sampled] == [line[name] for line in replayed], name
