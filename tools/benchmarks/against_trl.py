@@ -1,4 +1,4 @@
-"""GRPO against TRL's GRPOTrainer and a plain loop: same model, prompts, batch, generations, optimizer and schedule.
+r"""GRPO against TRL's GRPOTrainer and a plain loop: same model, prompts, batch, generations, optimizer and schedule.
 
 python -m tools.benchmarks.against_trl models/tiny-sort [--steps 150] [--seeds 5]
 
@@ -10,7 +10,8 @@ linearly; of several seeds with 95 % intervals. Validation is not timed. A run k
 A compute-bound model with longer answers, of half as many prompts a step:
 
 python tools/make_tiny_model.py models/sort-30M --size 30M --max-digits 16 --steps 200
-python -m tools.benchmarks.against_trl models/sort-30M --steps 50 --prompts 16 --peak-rate 5e-5 --period 5
+python -m tools.benchmarks.against_trl models/sort-30M --target 0.7 \
+    --steps 50 --prompts 16 --peak-rate 5e-5 --period 5 --validation 128
 """
 
 import argparse
