@@ -68,7 +68,7 @@ def launch() -> Launch:
         here = Path(__file__).parent
         path = os.pathsep.join([str(here), str(here / "end_to_end"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
-        environment["PYTHONFAULTHANDLER"] = "1"
+        environment["PYTHONFAULTHANDLER"] = "1"  # stacks at the signal below
         for name in PLACE:
             environment.pop(name, None)
         process = subprocess.Popen(

@@ -104,7 +104,7 @@ def open_mesh(layout: Layout, *, seed: int) -> Iterator[Mesh]:
     finally:
         if owned:
             parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+            dist.destroy_process_group()  # of the world, which takes all others with it
         else:
             take_down()
 

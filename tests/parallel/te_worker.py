@@ -70,7 +70,7 @@ def described(architecture: Architecture, tp: int) -> dict[str, Any]:
 def round_trip(directory: Path, architecture: Architecture) -> list[str]:
     """Names of tensors that differ after loading the Hugging Face weights through the TE names and streaming them."""
     from dppo_megatron.parallel import hf_weights
-    from dppo_megatron.parallel.mesh import lay_out
+    from dppo_megatron.parallel.mesh import lay_out, take_down
     from dppo_megatron.parallel.weight_source import open_source
     from dppo_megatron.plan import Layout
 
@@ -90,7 +90,7 @@ def round_trip(directory: Path, architecture: Architecture) -> list[str]:
         name = f"model.layers.{layer}.input_layernorm.weight"
         if not torch.equal(ours.data, theirs[name].bfloat16()):
             differing.append(f"{name} in linear_qkv")
-    parallel_state.destroy_model_parallel()
+    take_down()
     torch.distributed.destroy_process_group()
     return differing
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from dppo_megatron import device
-from dppo_megatron.parallel.mesh import lay_out, open_mesh
+from dppo_megatron.parallel.mesh import lay_out, open_mesh, take_down
 from dppo_megatron.plan import Layout
 
 ALONE = Layout(tp=1, pp=1, cp=1, dp=1, sequence_parallel=False)
@@ -41,7 +41,7 @@ def test_a_mesh_that_is_replaced_goes_with_its_groups() -> None:
     once = num_groups()
     lay_out(ALONE, seed=0)
     assert num_groups() == once
-    parallel_state.destroy_model_parallel()
+    take_down()
 
 
 def test_a_mesh_takes_the_world_that_it_joined_down_with_it() -> None:

@@ -26,12 +26,11 @@ from functools import partial
 from pathlib import Path
 
 from tools.benchmarks.grpo_task import GENERATIONS, Task, arguments, read_points
-from tools.benchmarks.own_run import one_thread, train
+from tools.benchmarks.own_run import METHODS, one_thread, train
 from tools.benchmarks.study import SEEDS, Interval, Run, all_spent_until, collect, ratio, spent_until
 
 WORKERS = Path(__file__).parent
 TRL = "trl==1.16.0"
-SURPRISE = ("dppo.completion_pruning.policy=neyman", "dppo.completion_pruning.score=surprise")
 
 
 def environment_with(package: str, directory: Path) -> Path:
@@ -66,6 +65,7 @@ def own_settings(task: Task) -> list[str]:
         "policy.megatron_cfg.optimizer.lr": task.peak_rate,
         "policy.megatron_cfg.scheduler.lr_warmup_init": 0.3 * task.peak_rate,
         "policy.megatron_cfg.scheduler.lr_decay_iters": task.steps,
+        "grpo.seed": task.seed,
         "grpo.max_num_steps": task.steps,
         "grpo.num_prompts_per_step": task.prompts,
         "grpo.max_val_samples": task.validation,
@@ -76,7 +76,7 @@ def own_settings(task: Task) -> list[str]:
 
 def run_ours(task: Task, overrides: Sequence[str], seed: int) -> Run:
     """A run of this project."""
-    return train([*own_settings(task), *overrides, f"grpo.seed={seed}"])
+    return train([*own_settings(replace(task, seed=seed)), *overrides])
 
 
 def report(runs: Mapping[str, Sequence[Run]], *, target: float) -> str:
@@ -94,11 +94,10 @@ def report(runs: Mapping[str, Sequence[Run]], *, target: float) -> str:
             Interval.of([end.processor_seconds / end.step for end in ends]).text(3),
             ratio(base_ends, ends, "processor_seconds").text(2),
         ]
-        never = sum(spent_until(points, target) is None for points in seeds)
-        if never:
-            cells += [f"never in {never} of {len(seeds)}", *[""] * 4]
+        reached = [point for points in seeds if (point := spent_until(points, target))]
+        if len(reached) < len(seeds):
+            cells += [f"never in {len(seeds) - len(reached)} of {len(seeds)}", *[""] * 4]
         else:
-            reached = all_spent_until(seeds, target)
             cells += [
                 Interval.of([point.step for point in reached]).text(0),
                 Interval.of([point.processor_seconds for point in reached]).text(1),
@@ -138,9 +137,9 @@ def main() -> None:
     trainers = {
         "TRL GRPOTrainer": partial(run_worker, python, "trl_worker.py", task),
         "plain loop": partial(run_worker, Path(sys.executable), "plain_worker.py", task),
-        "ours, GRPO": partial(run_ours, task, ["dppo.enabled=false"]),
-        "ours, DPPO": partial(run_ours, task, []),
-        "ours, DPPO surprise": partial(run_ours, task, SURPRISE),
+        "ours, GRPO": partial(run_ours, task, METHODS["grpo"]),
+        "ours, DPPO": partial(run_ours, task, METHODS["dppo"]),
+        "ours, DPPO surprise": partial(run_ours, task, METHODS["dppo surprise"]),
     }
     kept = options.runs or Path("results/against_trl") / options.model.name
     runs = collect(trainers, settings=asdict(task), seeds=options.seeds, kept=kept)

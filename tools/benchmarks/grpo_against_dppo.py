@@ -11,20 +11,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tools.benchmarks.own_run import QUICKSTART, train
+from tools.benchmarks.own_run import METHODS, QUICKSTART, train
 from tools.benchmarks.study import SEEDS, Interval, Run, all_spent_until, collect, ratio
 
 VALIDATION_PERIOD = 5
-
-METHODS = {
-    "grpo": ("dppo.enabled=false",),
-    "dppo": (),
-    "dppo neyman": ("dppo.completion_pruning.policy=neyman",),
-    "dppo surprise": ("dppo.completion_pruning.policy=neyman", "dppo.completion_pruning.score=surprise"),
-    "top": ("dppo.prompt_pruning.enabled=false", "dppo.completion_pruning.policy=top"),
-    "greso": ("dppo.prompt_pruning.policy=greso", "dppo.completion_pruning.enabled=false"),
-}
-"""Overrides of the quickstart. Zero advantages are dropped in all of them."""
 
 
 def run(overrides: Sequence[str], config: Path, seed: int) -> Run:

@@ -14,6 +14,16 @@ REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = REPOSITORY / "examples" / "quickstart.yaml"
 WITHOUT_FILES = ("checkpointing.enabled=false", "dppo.save_hf=false", "logger.tensorboard_enabled=false")
 
+METHODS = {
+    "grpo": ("dppo.enabled=false",),
+    "dppo": (),
+    "dppo neyman": ("dppo.completion_pruning.policy=neyman",),
+    "dppo surprise": ("dppo.completion_pruning.policy=neyman", "dppo.completion_pruning.score=surprise"),
+    "top": ("dppo.prompt_pruning.enabled=false", "dppo.completion_pruning.policy=top"),
+    "greso": ("dppo.prompt_pruning.policy=greso", "dppo.completion_pruning.enabled=false"),
+}
+"""Overrides of the quickstart. Zero advantages are dropped in all of them."""
+
 
 def one_thread() -> dict[str, str]:
     """The environment of a trainer that has one thread, and finds this repository's tools."""
